@@ -1,0 +1,1 @@
+"""The source model itself, one token per forward: the baseline of every comparison."""

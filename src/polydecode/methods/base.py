@@ -1,0 +1,308 @@
+"""The contract of a decoding method: a config, a model around an unmodified AR model, and seven verbs.
+
+A method is one folder under `polydecode/methods` with `config.py` and `model.py`; its model subclasses `ParallelDecoder` and
+its config subclasses `ParallelDecoderConfig`. Everything outside (training, generation, serving, evaluation, benchmarks)
+talks to these verbs and never looks inside a `State`.
+
+Legend: B rows, T tokens, K most tokens a step commits, D width, V vocabulary.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.configuration_utils import SubConfigSpec
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from polydecode.errors import UserError, unknown_name
+from polydecode.ops.layers import DecoderStack
+from polydecode.ops.sampling import RowGenerators
+
+State = Any
+Choose = Callable[[Tensor], Tensor]
+"""The sampler as a function: logits (B, V) -> token ids (B,)."""
+
+
+@dataclass
+class Batch:
+    """Token rows with what a loss needs to know about them; every tensor is (B, T).
+
+    `attention_mask`: real tokens, padding on the right. `is_prompt`: context that is given, not produced. `loss_mask`: the
+    tokens that are targets. `document_ids`: which document of a packed row a token belongs to (None: one per row); text
+    without a prompt has `is_prompt` false everywhere.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    is_prompt: Tensor
+    loss_mask: Tensor
+    document_ids: Tensor | None = None
+    example_ids: Tensor | None = None
+
+    def position_ids(self) -> Tensor:
+        """Positions (B, T) counted from the start of each document."""
+        index_T = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        if self.document_ids is None:
+            return index_T[None].expand_as(self.input_ids)
+        changed_BT = torch.ones_like(self.input_ids, dtype=torch.bool)
+        changed_BT[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
+        starts_BT = torch.where(changed_BT, index_T, 0).cummax(1).values
+        return index_T - starts_BT
+
+
+@dataclass
+class LossOutput:
+    """`loss`: mean over the batch's `num_targets` targets, with gradient. `sums`: detached named sums for logging, where
+    a name `x` is reported as sums["x"] / sums["x_count"] when there is such a count."""
+
+    loss: Tensor
+    num_targets: int
+    sums: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Step:
+    """Tokens committed by one step: `tokens` (B, K), of which the first `num_committed` (B,) of each row are real.
+    `forwards`: what the step cost, in forwards of the whole model."""
+
+    tokens: Tensor
+    num_committed: Tensor
+    forwards: float
+
+
+@dataclass
+class Score:
+    """`log_likelihood` (B,): sum over each row's targets, natural log. `exact`: False for a stated estimate."""
+
+    log_likelihood: Tensor
+    num_targets: Tensor
+    exact: bool
+
+
+class ParallelDecoderConfig(PreTrainedConfig):
+    """The settings of a method around the config of the AR model it wraps (`base_config`)."""
+
+    sub_configs_defaults = {"base_config": SubConfigSpec(AutoConfig, model_type="llama", optional=True)}
+    method: ClassVar[str] = ""
+    SETTINGS: ClassVar[dict[str, type | tuple[type, ...]]] = {}
+    """The method's own settings and their types; what `convert` accepts."""
+
+    base_config: dict | PreTrainedConfig | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if isinstance(self.base_config, PreTrainedConfig):  # super() would reset the choice of a model in memory
+            kwargs.setdefault("attn_implementation", self.base_config._attn_implementation)
+        super().__post_init__(**kwargs)
+        if self.base_config is None:
+            return
+        self.base_config._name_or_path = ""
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
+            setattr(self, name, getattr(self.base_config, name))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(self, name, getattr(self.base_config, name, None))
+        self.tie_word_embeddings = bool(self.base_config.tie_word_embeddings)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse settings of a wrong type or range with a `UserError`. Methods extend it."""
+        for name, allowed in self.SETTINGS.items():
+            value = getattr(self, name)
+            allowed_types = allowed if isinstance(allowed, tuple) else (allowed,)
+            wrong_bool = isinstance(value, bool) and bool not in allowed_types
+            if wrong_bool or not isinstance(value, allowed_types):
+                expected = " or ".join("null" if t is type(None) else t.__name__ for t in allowed_types)
+                raise UserError(f"{name} is {value!r}; it must be of type {expected}")
+
+    @classmethod
+    def check_names(cls, settings: dict[str, Any]) -> None:
+        """Refuse a setting this method does not have, with the nearest name."""
+        for name in settings:
+            if name not in cls.SETTINGS:
+                raise unknown_name(f"setting of {cls.method}", name, cls.SETTINGS)
+
+    def settings(self) -> dict[str, Any]:
+        """The method's settings as they are."""
+        return {name: getattr(self, name) for name in self.SETTINGS}
+
+
+class ParallelDecoder(PreTrainedModel, GenerationMixin):
+    """A method's model: `.base` is the AR model, unmodified and without new parameters."""
+
+    config_class: type[ParallelDecoderConfig]
+    base_model_prefix = ""
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """Keyword arguments of `prefill` that a caller may set per call (and per row)."""
+
+    def __init__(self, config: ParallelDecoderConfig, base: PreTrainedModel | None = None):
+        super().__init__(config)
+        assert config.base_config is not None
+        if base is None:
+            base = AutoModelForCausalLM.from_config(config.base_config, attn_implementation=config._attn_implementation)
+        self.base = base
+        self._stack: DecoderStack | None = None
+        self.post_init()
+
+    @property
+    def stack(self) -> DecoderStack:
+        """The base model as numbered layers."""
+        if self._stack is None or self._stack.base is not self.base:
+            self._stack = DecoderStack(self.base)
+        return self._stack
+
+    # --- the verbs -----------------------------------------------------------------------------------------------
+
+    def loss(self, batch: Batch, generator: RowGenerators) -> LossOutput:
+        """The training loss; every random draw of row b comes from `generator.row(b)`."""
+        raise NotImplementedError
+
+    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> State:
+        """Read the prompts (B, P) in one forward; `options` are the method's OPTIONS."""
+        raise NotImplementedError
+
+    def step(self, state: State, choose: Choose) -> Step:
+        """Commit 1..K tokens per row. The first step after `prefill` uses its logits and costs no forward."""
+        raise NotImplementedError
+
+    def keep_rows(self, state: State, rows: Tensor) -> State:
+        """The state of `rows` only, in that order."""
+        raise NotImplementedError
+
+    def join(self, state: State, other: State) -> State:
+        """Both states' rows in one."""
+        raise NotImplementedError
+
+    def score(self, batch: Batch) -> Score:
+        """Log-likelihood of each row's targets."""
+        raise NotImplementedError
+
+    def forwards_per_token(self, count_head: bool = False, **options: Any) -> float:
+        """Predicted cost of a token in forwards of the whole model; `count_head` counts the head's weights too."""
+        raise NotImplementedError
+
+    # --- shared ----------------------------------------------------------------------------------------------------
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse an option this method does not have."""
+        for name in options:
+            if name not in self.OPTIONS:
+                raise unknown_name(f"generation option of {self.config.method}", name, self.OPTIONS or ("(none)",))
+
+    def logits(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """Logits (B, T, V) of a full forward over right-padded rows, under the method's own attention."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        batch: Batch | None = None,
+        generator: RowGenerators | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | LossOutput:
+        """`loss(batch, generator)` when a batch is given (so that distributed wrappers see it), else logits (B, T, V).
+
+        Raises `UserError` for `labels`: what a label means depends on the method, so losses take a `Batch`.
+        """
+        if kwargs.pop("labels", None) is not None:
+            raise UserError(f"{type(self).__name__} takes no labels: call .loss(batch, generator), or train with polydecode")
+        if batch is not None:
+            assert generator is not None
+            return self.loss(batch, generator)
+        if input_ids is None:
+            raise UserError("forward needs input_ids")
+        for unused in ("use_cache", "return_dict", "past_key_values", "cache", "position_ids", "logits_to_keep"):
+            kwargs.pop(unused, None)
+        return CausalLMOutputWithPast(logits=self.logits(input_ids, attention_mask, **kwargs))
+
+    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Prompt and new tokens (B, P + N), as in transformers; see `polydecode.generate.generate`."""
+        from polydecode.generate import generate
+
+        return generate(self, input_ids, **kwargs)
+
+    def get_input_embeddings(self):
+        return self.base.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.base.set_input_embeddings(value)
+
+    def get_output_embeddings(self):
+        return self.base.get_output_embeddings()
+
+    def set_output_embeddings(self, value):
+        self.base.set_output_embeddings(value)
+
+    def get_decoder(self):
+        return self.base.get_decoder()
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:  # type: ignore[override]
+        """Write the checkpoint, with a shim that lets plain transformers load it by `trust_remote_code=True`."""
+        type(self)._auto_class = None
+        type(self.config)._auto_class = None
+        self.config.auto_map = {
+            "AutoConfig": f"{_SHIM}.{type(self.config).__name__}",
+            "AutoModelForCausalLM": f"{_SHIM}.{type(self).__name__}",
+        }
+        super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            package = type(self).__module__.rsplit(".", 1)[0]
+            shim = (
+                f"# Lets transformers open this checkpoint with trust_remote_code=True; needs polydecode installed.\n"
+                f"from {package}.config import {type(self.config).__name__}  # noqa: F401\n"
+                f"from {package}.model import {type(self).__name__}  # noqa: F401\n"
+            )
+            (Path(save_directory) / f"{_SHIM}.py").write_text(shim)
+
+
+_SHIM = "modeling_polydecode"
+
+
+@dataclass
+class Rows:
+    """Prompt rows moved to the left: row b holds its `length_B[b]` real tokens first, then padding that is never read."""
+
+    input_ids_BP: Tensor
+    length_B: Tensor
+
+    @property
+    def equal(self) -> bool:
+        """Whether all rows have the same length."""
+        return bool((self.length_B == self.input_ids_BP.shape[1]).all())
+
+
+def left_aligned(input_ids: Tensor, attention_mask: Tensor | None) -> Rows:
+    """Rows with their real tokens first, whatever side the padding was on, so that slot = position in every row.
+
+    Raises `UserError` for empty prompts and for shapes or values that are no mask.
+    """
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.shape[0] == 0:
+        raise UserError(f"input_ids has shape {tuple(input_ids.shape)}; it must be (rows, tokens) with at least one token")
+    if attention_mask is None:
+        return Rows(input_ids, input_ids.new_full((input_ids.shape[0],), input_ids.shape[1]))
+    if attention_mask.shape != input_ids.shape:
+        raise UserError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; they must be equal"
+        )
+    real_BP = attention_mask.to(input_ids.device).bool()
+    length_B = real_BP.sum(1)
+    if not bool((length_B > 0).all()):
+        raise UserError("a row of attention_mask is all zeros: every prompt needs at least one token")
+    order_BP = torch.argsort((~real_BP).to(torch.int8), dim=1, stable=True)
+    return Rows(input_ids.gather(1, order_BP)[:, : int(length_B.max())], length_B)
+
+
+def write_generation_config(model: ParallelDecoder) -> None:
+    """Carry over the source's special tokens; sampling defaults start greedy."""
+    source: GenerationConfig | None = getattr(model.base, "generation_config", None)
+    if source is not None:
+        model.generation_config = GenerationConfig.from_dict(json.loads(json.dumps(source.to_dict())))

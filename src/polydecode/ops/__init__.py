@@ -1,0 +1,1 @@
+"""Tensor functions and the thin seams to transformers; nothing here knows a decoding method."""

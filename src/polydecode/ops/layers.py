@@ -1,0 +1,145 @@
+"""Run a slice of a transformers decoder stack: the only user of the layers' signatures.
+
+`DecoderStack` views an unmodified `...ForCausalLM` as embedding, numbered layers and head, so that a method can run layers
+[a, b) on its own and feed the result to layers [c, d). Nothing is copied: the layers, the rotary embedding and the head are
+the model's own. Two scalings live outside the layers in some families (granite's embedding multiplier and logit scaling)
+and are applied here. Anything else that a family does between its layers makes the sliced run differ from the model's own
+forward; `slice_error` measures that, and conversion refuses what differs.
+
+Legend: B rows, T tokens, K keys, D width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from polydecode.errors import UserError
+from polydecode.ops.cache import KVCache
+from polydecode.ops.masks import Predicate, causal, materialise, same_document, sliding_window
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What every layer of one pass shares: positions, the rotary table, a mask per layer type (None = plain causal)."""
+
+    position_ids_BT: Tensor
+    position_embeddings: tuple[Tensor, Tensor]
+    masks: dict[str, Tensor | None]
+
+
+class DecoderStack:
+    """The embedding, the numbered layers and the head of a decoder-only model, to be run in slices."""
+
+    def __init__(self, base: PreTrainedModel):
+        decoder = base.get_decoder()
+        for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
+            if not hasattr(decoder, part):
+                raise UserError(
+                    f"architecture {base.config.model_type!r} is not supported: its decoder has no {part!r}; {SUPPORTED}"
+                )
+        self.base, self.decoder, self.config = base, decoder, base.config
+        self.layers = decoder.layers[: base.config.num_hidden_layers]
+        self.num_layers = len(self.layers)
+        self._window = getattr(base.config, "sliding_window", None)
+        default = "sliding_attention" if self._window else "full_attention"
+        self.layer_types = list(getattr(base.config, "layer_types", None) or [default] * self.num_layers)
+        unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise UserError(f"layers of type {', '.join(sorted(unknown))} are not supported; {SUPPORTED}")
+
+    def embed(self, input_ids_BT: Tensor) -> Tensor:
+        """Input embeddings (B, T, D), scaled as the family scales them."""
+        return self.decoder.embed_tokens(input_ids_BT) * getattr(self.decoder, "embedding_multiplier", 1)
+
+    def attention(
+        self,
+        hidden_BTD: Tensor,
+        position_ids_BT: Tensor,
+        key_positions_BK: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        dense: bool = True,
+    ) -> Attention:
+        """Causal attention for queries at `position_ids_BT` over keys at `key_positions_BK` (None: the queries are the keys).
+
+        `dense` says that a full layer needs no mask beyond plain causality of a pass in order: the queries are the keys, or
+        a single query reads every key. It is what keeps the fused kernels. `documents_BT` numbers packed documents, whose
+        positions restart; they are for full passes only.
+        """
+        implementation, dtype = self.config._attn_implementation, hidden_BTD.dtype
+        queries = position_ids_BT.shape[1]
+        keys_BK = position_ids_BT if key_positions_BK is None else key_positions_BK
+        reach = keys_BK.shape[1]
+
+        def mask(allowed: Predicate) -> Tensor:
+            if documents_BT is None:
+                return materialise(allowed(position_ids_BT[:, :, None], keys_BK[:, None, :]), implementation, dtype)
+            index_1T = torch.arange(queries, device=position_ids_BT.device)[None]
+            inside = same_document(allowed, documents_BT[:, :, None], documents_BT[:, None, :])
+            return materialise(inside(index_1T[:, :, None], index_1T[:, None, :]), implementation, dtype)
+
+        unmasked = dense and documents_BT is None and (implementation == "sdpa" or queries == 1)
+        masks: dict[str, Tensor | None] = {}
+        for kind in set(self.layer_types):
+            if kind == "full_attention" or reach <= self._window:
+                masks[kind] = None if unmasked else mask(causal)
+            else:
+                masks[kind] = mask(sliding_window(self._window))
+        return Attention(position_ids_BT, self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT), masks)
+
+    def run(
+        self, hidden_BTD: Tensor, start: int, stop: int, attention: Attention, cache: KVCache | None = None
+    ) -> Tensor:
+        """Layers [start, stop) on `hidden_BTD`, writing to `cache` (planned beforehand) when there is one."""
+        for i in range(start, stop):
+            hidden_BTD = self.layers[i](
+                hidden_BTD,
+                attention_mask=attention.masks[self.layer_types[i]],
+                position_embeddings=attention.position_embeddings,
+                position_ids=attention.position_ids_BT,
+                cache=cache,
+                use_cache=cache is not None,
+            )
+        return hidden_BTD
+
+    def norm(self, hidden_BTD: Tensor) -> Tensor:
+        """The final normalisation."""
+        return self.decoder.norm(hidden_BTD)
+
+    def head(self, normed_BTD: Tensor) -> Tensor:
+        """Logits (B, T, V) of normalised hidden states."""
+        logits_BTV = self.base.lm_head(normed_BTD)
+        scaling = getattr(self.config, "logits_scaling", None)
+        return logits_BTV if scaling is None else logits_BTV / scaling
+
+    def parameter_counts(self) -> tuple[int, int]:
+        """(parameters of one layer on average, parameters read by the head)."""
+        layers = sum(p.numel() for layer in self.layers for p in layer.parameters())
+        return layers // max(self.num_layers, 1), sum(p.numel() for p in self.base.lm_head.parameters())
+
+
+SUPPORTED = "known to work: llama, qwen2, qwen3, mistral, smollm3, olmo2, phi3, granite"
+
+
+@torch.no_grad()
+def slice_error(base: PreTrainedModel, num_tokens: int = 24) -> float:
+    """Largest |difference| between the sliced run's logits and the model's own forward, over a fixed random prompt,
+    divided by the largest |logit|. About 1e-6 for float32 models whose family the slices reproduce.
+    """
+    stack = DecoderStack(base)
+    device = base.get_input_embeddings().weight.device
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(0, base.config.vocab_size, (1, num_tokens), generator=generator).to(device)
+    was_training = base.training
+    base.eval()
+    try:
+        expected_BTV = base(ids_BT, use_cache=False).logits.float()
+        hidden_BTD = stack.embed(ids_BT)
+        attention = stack.attention(hidden_BTD, torch.arange(num_tokens, device=device)[None])
+        for i in range(stack.num_layers):
+            hidden_BTD = stack.run(hidden_BTD, i, i + 1, attention)
+        actual_BTV = stack.head(stack.norm(hidden_BTD)).float()
+    finally:
+        base.train(was_training)
+    return float((actual_BTV - expected_BTV).abs().max() / expected_BTV.abs().max().clamp_min(1e-9))
