@@ -101,6 +101,8 @@ def draw(scores_BV: Tensor, generators: RowGenerators | None) -> Tensor:
     """
     if generators is None:
         return scores_BV.argmax(-1)
-    uniform_BV = torch.stack([torch.rand(scores_BV.shape[-1], generator=generators.row(i)) for i in range(len(scores_BV))])
+    uniform_BV = torch.stack(
+        [torch.rand(scores_BV.shape[-1], generator=generators.row(i)) for i in range(len(scores_BV))]
+    )
     gumbel_BV = -torch.log(-torch.log(uniform_BV.clamp_(1e-20, 1 - 1e-7)))
     return (scores_BV.float() + gumbel_BV.to(scores_BV.device)).argmax(-1)

@@ -1,0 +1,124 @@
+"""Settings of runs, each with its one default. What a method needs is in the method's own config."""
+
+from dataclasses import dataclass, field
+
+from polydecode.errors import UserError
+
+
+@dataclass
+class DataConfig:
+    """Where examples come from and how they become tokens.
+
+    Attributes:
+        data: jsonl files; each line has `text`, or `prompt` and `response`, or `messages` (role, content).
+        chat: put prompt/response pairs into the tokenizer's chat template.
+        max_length: longest example in tokens; longer ones are cut at the end.
+        eval_data: jsonl files to evaluate on, instead of a part held out of `data`.
+        eval_fraction: share of `data` held out, chosen by a hash of each example's content.
+        max_eval_examples: at most this many held-out examples are evaluated.
+    """
+
+    data: list[str] = field(default_factory=list)
+    chat: bool = False
+    max_length: int = 1024
+    eval_data: list[str] = field(default_factory=list)
+    eval_fraction: float = 0.02
+    max_eval_examples: int = 500
+
+    def check(self) -> None:
+        """Raise `UserError` for values out of range."""
+        if not self.data:
+            raise UserError("no training data: give --data FILE.jsonl")
+        if self.max_length < 2:
+            raise UserError(f"max_length is {self.max_length}; it must be 2 or more")
+        if not 0 <= self.eval_fraction < 1:
+            raise UserError(f"eval_fraction is {self.eval_fraction}; it must be at least 0 and below 1")
+
+
+@dataclass
+class TrainConfig(DataConfig):
+    """Train a converted checkpoint on your data and write it to OUT.
+
+    Attributes:
+        checkpoint: a converted checkpoint, or any source (then it is trained autoregressively).
+        out: folder to write; must be new or empty unless --resume.
+        learning_rate: peak learning rate.
+        schedule: cosine, linear or constant, after the warm-up.
+        warmup_ratio: share of the run spent warming up.
+        batch_size: examples per optimiser step on each process.
+        micro_batch_size: examples per forward; 0 means the whole batch at once.
+        max_steps: optimiser steps; 0 means by epochs.
+        epochs: passes over the data when max_steps is 0.
+        max_minutes: stop after this many minutes, with the schedule ending there; 0 means no limit.
+        max_tokens: stop after this many tokens; 0 means no limit.
+        weight_decay: AdamW weight decay.
+        adam_beta1: AdamW beta 1.
+        adam_beta2: AdamW beta 2.
+        max_grad_norm: clip the gradient norm here.
+        dtype: auto, float32, bfloat16 (mixed precision: weights stay float32).
+        gradient_checkpointing: recompute layers in the backward to save memory.
+        train_embeddings: also train embeddings and head, which are frozen by default.
+        lora_rank: train low-rank adapters of this rank instead of all weights; 0 means all weights.
+        lora_alpha: scale of the adapters; 0 means twice the rank.
+        seed: seed of data order and of every random draw.
+        log_steps: steps between log lines.
+        eval_steps: steps between evaluations; 0 means only at the end.
+        save_steps: steps between checkpoints; 0 means only at the end.
+        save_total_limit: checkpoints to keep.
+        report_to: none, tensorboard, wandb, trackio.
+        resume: go on from the last checkpoint in OUT.
+    """
+
+    checkpoint: str = ""
+    out: str = ""
+    learning_rate: float = 1e-4
+    schedule: str = "cosine"
+    warmup_ratio: float = 0.1
+    batch_size: int = 16
+    micro_batch_size: int = 0
+    max_steps: int = 0
+    epochs: float = 1.0
+    max_minutes: float = 0.0
+    max_tokens: int = 0
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    dtype: str = "auto"
+    gradient_checkpointing: bool = False
+    train_embeddings: bool = False
+    lora_rank: int = 0
+    lora_alpha: float = 0.0
+    seed: int = 42
+    log_steps: int = 10
+    eval_steps: int = 0
+    save_steps: int = 0
+    save_total_limit: int = 2
+    report_to: str = "none"
+    resume: bool = False
+
+    def check(self) -> None:
+        super().check()
+        positive = ("learning_rate", "batch_size", "log_steps", "max_grad_norm", "save_total_limit")
+        at_least_zero = (
+            "micro_batch_size max_steps epochs max_minutes max_tokens weight_decay lora_rank lora_alpha "
+            "eval_steps save_steps warmup_ratio"
+        ).split()
+        for name in positive:
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name in at_least_zero:
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        for name, allowed in (
+            ("schedule", ("cosine", "linear", "constant")),
+            ("dtype", ("auto", "float32", "bfloat16")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.micro_batch_size and self.batch_size % self.micro_batch_size:
+            raise UserError(
+                f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
+            )
+        if self.max_steps == 0 and self.epochs == 0 and not (self.max_minutes or self.max_tokens):
+            raise UserError("nothing bounds the run: give --max-steps, --epochs, --max-minutes or --max-tokens")
