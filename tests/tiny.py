@@ -155,3 +155,11 @@ def decode(model: ParallelDecoder, prompt, mask=None, steps: int = 8, choose: Ca
     """Tokens (B, N) of `steps` steps of a method that commits one token per step."""
     state = model.prefill(prompt, mask, **options)
     return torch.cat([model.step(state, choose).tokens for _ in range(steps)], 1)
+
+
+def hf_greedy(base: PreTrainedModel, prompt: Tensor, steps: int) -> Tensor:
+    """Prompt and `steps` greedy tokens by transformers' own generate; the mask is given, so no padding is guessed."""
+    everything = torch.ones_like(prompt)
+    return base.generate(
+        prompt, attention_mask=everything, max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
