@@ -7,8 +7,10 @@
 Names are imported when first used, so `import polydecode` is cheap.
 """
 
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "convert", "generate", "load", "load_tokenizer"]
@@ -19,6 +21,18 @@ if TYPE_CHECKING:
     from polydecode.generate import generate
 
 _WHERE = {"load": "auto", "load_tokenizer": "auto", "convert": "convert", "generate": "generate"}
+
+
+class _Package(ModuleType):
+    """Keeps `polydecode.convert` and `polydecode.generate` the functions once the modules of those names are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if _WHERE.get(name) == name and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str):

@@ -19,6 +19,11 @@ def method_names() -> list[str]:
     return sorted(folders | {e.name for e in entry_points(group=ENTRY_POINTS)})
 
 
+def is_builtin(name: str) -> bool:
+    """Whether a method is a folder of this package and no entry point of another."""
+    return _package(name) == f"{__name__}.{name}"
+
+
 def get_method(name: str) -> "tuple[type[ParallelDecoderConfig], type[ParallelDecoder]]":
     """(config class, model class) of a method; `UserError` with the nearest name when there is none."""
     if name not in method_names():

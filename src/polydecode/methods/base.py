@@ -16,7 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -54,6 +61,10 @@ class Batch:
         changed_BT[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
         starts_BT = torch.where(changed_BT, index_T, 0).cummax(1).values
         return index_T - starts_BT
+
+    def predicted(self) -> Tensor:
+        """Targets (B, T) that a token before them in their document can predict: not a document's first token."""
+        return self.loss_mask.bool() & (self.position_ids() > 0)
 
 
 @dataclass
@@ -152,6 +163,18 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
         self._stack: DecoderStack | None = None
         self.post_init()
 
+    @classmethod
+    def from_base(cls, base: PreTrainedModel, tokenizer: Any = None, **settings: Any) -> "ParallelDecoder":
+        """The method's model around `base`, which is wrapped and not copied, with its generation config carried over.
+
+        A method that needs something of the tokenizer or of the base (a mask token) extends this; `tokenizer` is None when
+        the source has none or `settings` are those of a finished model. Raises `UserError` for wrong settings.
+        """
+        cls.config_class.check_names(settings)
+        model = cls(cls.config_class(base_config=base.config, **settings), base)
+        write_generation_config(model)
+        return model
+
     @property
     def stack(self) -> DecoderStack:
         """The base model as numbered layers."""
@@ -214,12 +237,18 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
         Raises `UserError` for `labels`: what a label means depends on the method, so losses take a `Batch`.
         """
         if kwargs.pop("labels", None) is not None:
-            raise UserError(f"{type(self).__name__} takes no labels: call .loss(batch, generator), or train with polydecode")
+            raise UserError(
+                f"{type(self).__name__} takes no labels: call .loss(batch, generator), or train with polydecode"
+            )
         if batch is not None:
             assert generator is not None
             return self.loss(batch, generator)
         if input_ids is None:
             raise UserError("forward needs input_ids")
+        if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
+            raise UserError(
+                "forward takes rows padded on the right (positions count from the left); use padding_side='right'"
+            )
         for unused in ("use_cache", "return_dict", "past_key_values", "cache", "position_ids", "logits_to_keep"):
             kwargs.pop(unused, None)
         return CausalLMOutputWithPast(logits=self.logits(input_ids, attention_mask, **kwargs))
@@ -286,7 +315,9 @@ def left_aligned(input_ids: Tensor, attention_mask: Tensor | None) -> Rows:
     Raises `UserError` for empty prompts and for shapes or values that are no mask.
     """
     if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.shape[0] == 0:
-        raise UserError(f"input_ids has shape {tuple(input_ids.shape)}; it must be (rows, tokens) with at least one token")
+        raise UserError(
+            f"input_ids has shape {tuple(input_ids.shape)}; it must be (rows, tokens) with at least one token"
+        )
     if attention_mask is None:
         return Rows(input_ids, input_ids.new_full((input_ids.shape[0],), input_ids.shape[1]))
     if attention_mask.shape != input_ids.shape:

@@ -51,9 +51,10 @@ class KVCache:
 
     def reserve(self, num_slots: int) -> None:
         """Make room for `num_slots` positions per row, keeping what is written."""
-        if num_slots <= self.capacity:
-            return
-        capacity = max(num_slots, 2 * self.capacity, _SMALLEST_CAPACITY)
+        if num_slots > self.capacity:
+            self._resize(max(num_slots, 2 * self.capacity, _SMALLEST_CAPACITY))
+
+    def _resize(self, capacity: int) -> None:
         for store in (self.keys, self.values):
             for i, old in enumerate(store):
                 if old is not None:
@@ -102,9 +103,10 @@ class KVCache:
 
     def join(self, other: "KVCache") -> None:
         """Append the rows of `other`."""
-        size = max(self.capacity, other.capacity)
-        self.reserve(size)
-        other.reserve(size)
+        capacity = max(self.capacity, other.capacity)
+        for cache in (self, other):
+            if cache.capacity < capacity:
+                cache._resize(capacity)
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
                 assert (a is None) == (b is None), "rows can join only when both caches have been filled"
@@ -130,9 +132,7 @@ class Append:
     dense: bool
 
 
-def append(
-    cache: KVCache, starts: list[int], stops: list[int], rows: list[int], device: torch.device | str
-) -> Append:
+def append(cache: KVCache, starts: list[int], stops: list[int], rows: list[int], device: torch.device | str) -> Append:
     """Plan a pass in which row r of `rows` writes slots starts[r] .. stops[r]-1 (host integers, one per taking part).
 
     Rows that write fewer tokens than the longest are filled on the left: the filler repeats the row's first position,

@@ -19,9 +19,10 @@ CHUNK_TOKENS = 512
 def token_cross_entropy(
     hidden_ND: Tensor, target_N: Tensor, head: Callable[[Tensor], Tensor], chunk_tokens: int = CHUNK_TOKENS
 ) -> tuple[Tensor, Tensor]:
-    """(-log p(target), was the target the most likely token) per token: float32 (N,) with gradient, bool (N,).
+    """(-log p(target), was the target the most likely token) per token: (N,) with gradient, bool (N,).
 
-    `head` maps (n, D) normalised hidden states to (n, V) logits. At most `chunk_tokens` x V logits exist at a time.
+    `head` maps (n, D) normalised hidden states to (n, V) logits, of which at most `chunk_tokens` x V exist at a time. The
+    loss is at least float32.
     """
     losses, hits = [], []
     for start in range(0, len(target_N), chunk_tokens):
@@ -30,13 +31,18 @@ def token_cross_entropy(
         losses.append(loss_n)
         hits.append(hit_n)
     if not losses:
-        return hidden_ND.sum() * 0 + hidden_ND.new_zeros(0).float(), torch.zeros(0, dtype=torch.bool)
+        nothing_N = hidden_ND.sum() * 0 + _at_least_float32(hidden_ND.new_zeros(0))
+        return nothing_N, torch.zeros(0, dtype=torch.bool, device=hidden_ND.device)
     return torch.cat(losses), torch.cat(hits)
 
 
 def _chunk_loss(hidden_nD: Tensor, target_n: Tensor, head: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    logits_nV = head(hidden_nD).float()
+    logits_nV = _at_least_float32(head(hidden_nD))
     return F.cross_entropy(logits_nV, target_n, reduction="none"), logits_nV.detach().argmax(-1) == target_n
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def mean_or_zero(values_N: Tensor) -> Tensor:

@@ -120,8 +120,7 @@ class AutoregressiveModel(ParallelDecoder):
     def _token_losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """-log p and hit of every target, in row order, and which tokens are targets."""
         hidden_BTD = self.stack.norm(self._hidden(batch.input_ids, batch.position_ids(), batch.document_ids))
-        target_BT = batch.loss_mask.bool().clone()
-        target_BT[:, 0] = False
+        target_BT = batch.predicted()
         source_ND = hidden_BTD[:, :-1][target_BT[:, 1:]]
         loss_N, hit_N = token_cross_entropy(source_ND, batch.input_ids[target_BT], self.stack.head)
         return loss_N, hit_N, target_BT

@@ -139,8 +139,7 @@ class DMTDModel(ParallelDecoder):
         cycle_B = torch.tensor(cycle_lengths, device=batch.input_ids.device)
         phase_BT = phases(batch, cycle_B, self.config.prompt_gate, generator)
         hidden_BTD = self._gated(batch.input_ids, batch.position_ids(), phase_BT, batch.document_ids)
-        target_BT = batch.loss_mask.bool().clone()
-        target_BT[:, 0] = False
+        target_BT = batch.predicted()
         predicts_BT = target_BT[:, 1:]
         source_ND = self.stack.norm(hidden_BTD[:, :-1][predicts_BT])
         loss_N, hit_N = token_cross_entropy(source_ND, batch.input_ids[target_BT], self.stack.head)

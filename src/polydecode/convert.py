@@ -1,0 +1,170 @@
+"""Convert a model to a method, and write models as folders: checkpoints, adapters, and back to the source architecture.
+
+A conversion adds no parameters: the method's model wraps the source model as it is. What can be checked before the weights
+are read (names, values, the architecture) is, and then one prompt is run both ways: `check_architecture` refuses a model
+whose layers cannot be run in slices. Every folder is written whole or not at all.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from polydecode.auto import check_architecture, load, load_base, load_tokenizer, read_config, resolve_source
+from polydecode.auto.folders import check_free, whole_folder
+from polydecode.auto.loading import check_structure, has_tokenizer
+from polydecode.auto.sources import ADAPTER_FILE
+from polydecode.errors import UserError
+from polydecode.methods import get_method
+from polydecode.methods.base import ParallelDecoder, ParallelDecoderConfig
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+
+def convert(
+    source: str | os.PathLike | PreTrainedModel,
+    method: str = "dmtd",
+    *,
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str = "sdpa",
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    **settings: Any,
+) -> ParallelDecoder:
+    """A model of `method` around `source`, in evaluation mode.
+
+    `source`: what `polydecode.load` opens, or a model in memory, which is wrapped and not copied; of a polydecode model,
+    the model it wraps is taken. `settings` are the method's own. `dtype` and `attn_implementation` are for sources that
+    are loaded here. `tokenizer` is the source's own unless given. Raises `UserError` for an unknown method or setting, a
+    wrong value, a source that cannot be opened, or an architecture whose layers cannot be run in slices.
+    """
+    config_class, model_class = get_method(method)
+    config_class.check_names(settings)
+    if isinstance(source, torch.nn.Module):
+        base = _base_in_memory(source)
+        _check_values(config_class, base.config, settings)
+    else:
+        config = read_config(resolve_source(source))
+        base_config = config.base_config if isinstance(config, ParallelDecoderConfig) else config
+        check_structure(base_config, os.fspath(source))
+        _check_values(config_class, base_config, settings)
+        base = load_base(source, dtype, attn_implementation)
+        tokenizer = tokenizer if tokenizer is not None else tokenizer_or_none(source)
+    check_architecture(base)
+    return model_class.from_base(base, tokenizer, **settings).eval()
+
+
+def _check_values(config_class: type[ParallelDecoderConfig], base_config: Any, settings: dict[str, Any]) -> None:
+    """Raise `UserError` for a wrong value, leaving `base_config` untouched."""
+    config_class(base_config=base_config.to_dict(), **settings)
+
+
+def _base_in_memory(model: torch.nn.Module) -> PreTrainedModel:
+    if isinstance(model, ParallelDecoder):
+        return model.base
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"a {type(model).__name__} cannot be converted; give a transformers language model, or a source"
+        )
+    if model.get_output_embeddings() is None:
+        raise UserError(f"a {type(model).__name__} has no language-model head; load it with AutoModelForCausalLM")
+    return model
+
+
+def tokenizer_or_none(source: str | os.PathLike) -> "PreTrainedTokenizerBase | None":
+    """The tokenizer of `source`, or None where a local folder has none."""
+    found = resolve_source(source)
+    if found.kind in ("folder", "checkpoint") and not has_tokenizer(Path(found.location)):
+        return None
+    return load_tokenizer(source)
+
+
+def convert_to_folder(
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    method: str = "dmtd",
+    settings: dict[str, Any] | None = None,
+    *,
+    dtype: str | torch.dtype | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Convert `source` and write the checkpoint folder `out`; its path. Raises `UserError` as `convert` and
+    `save_checkpoint` do, for a taken `out` before any work."""
+    check_free(out, overwrite)
+    tokenizer = tokenizer_or_none(source)
+    model = convert(source, method, dtype=dtype, tokenizer=tokenizer, **(settings or {}))
+    return save_checkpoint(model, tokenizer, out, overwrite)
+
+
+def save_checkpoint(
+    model: ParallelDecoder,
+    tokenizer: "PreTrainedTokenizerBase | None",
+    out: str | os.PathLike,
+    overwrite: bool = False,
+) -> Path:
+    """Write model, generation config, tokenizer and chat template as the folder `out`; its path.
+
+    Raises `UserError` when `out` is a folder with files and not `overwrite`, and when the disk is full. On any failure
+    nothing is left, and an old `out` stays as it was.
+    """
+    with whole_folder(out, overwrite) as folder:
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    return Path(out).expanduser()
+
+
+def save_adapter(
+    peft_model: "PeftModel",
+    model: ParallelDecoder,
+    source: str | os.PathLike,
+    out: str | os.PathLike,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the LoRA weights of `peft_model` (around `model.base`) as an adapter folder that `polydecode.load` opens.
+
+    The folder names `source`, which is loaded again and merged with the adapter; a local source is named by its absolute
+    path. Embeddings are saved only when they were trained (`modules_to_save`) or have other rows than the source's.
+    Raises `UserError` as `save_checkpoint` does.
+    """
+    found = resolve_source(source)
+    local = found.kind != "hub" and Path(found.given).expanduser().exists()
+    name = str(Path(found.given).expanduser().absolute()) if local else found.given
+    resized = read_config(found).vocab_size != model.config.vocab_size
+    with whole_folder(out, overwrite) as folder:
+        peft_model.save_pretrained(str(folder), save_embedding_layers=resized)
+        (folder / "README.md").unlink(missing_ok=True)
+        adapter_config = json.loads((folder / "adapter_config.json").read_text())
+        adapter_config["base_model_name_or_path"] = None
+        _write_json(folder / "adapter_config.json", adapter_config)
+        model.config.dtype = str(model.dtype).removeprefix("torch.")
+        model.config.save_pretrained(folder)
+        _write_json(folder / ADAPTER_FILE, {"source": name, "method": model.config.method})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    return Path(out).expanduser()
+
+
+def export_base(checkpoint: str | os.PathLike, out: str | os.PathLike) -> Path:
+    """Write the model inside a polydecode checkpoint (or adapter, merged) as a plain checkpoint of its source
+    architecture, with its tokenizer; the path. Raises `UserError` as `load` and `save_checkpoint` do."""
+    check_free(out)
+    base = load(checkpoint).base
+    tokenizer = tokenizer_or_none(checkpoint)
+    base.config._name_or_path = ""
+    if hasattr(base.config, "auto_map"):
+        del base.config.auto_map
+    with whole_folder(out) as folder:
+        base.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    return Path(out).expanduser()
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
