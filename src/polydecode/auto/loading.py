@@ -1,0 +1,244 @@
+"""From a source to a model: load, load_base, load_tokenizer, and the check that the layers can be run in slices."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from polydecode.auto.folders import first_line, told
+from polydecode.auto.sources import ADAPTER_FILE, Source, read_config, read_json, resolve_source
+from polydecode.errors import UserError, unknown_name
+from polydecode.methods import get_method
+from polydecode.methods.base import ParallelDecoder, ParallelDecoderConfig
+from polydecode.ops.layers import SUPPORTED, DecoderStack, slice_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+ATTENTION = ("sdpa", "eager")
+
+SLICE_TOLERANCE_FLOAT32 = 1e-4
+"""Of the largest logit. Families that the slices reproduce measure 1e-6 or less (another order of summation at most); the
+smallest real difference seen, a soft-cap over small logits, is above 1e-3."""
+SLICE_TOLERANCE_HALF = 5e-2
+"""Of the largest logit, where a float32 copy is too dear: some ten roundings of 2^-8."""
+FLOAT32_CHECK_PARAMETERS = 2_000_000_000
+"""Half-precision models up to this size are checked in float32."""
+
+
+def load(
+    source: str | os.PathLike,
+    dtype: str | torch.dtype | None = None,
+    attn_implementation: str = "sdpa",
+    device: str | torch.device | None = None,
+) -> ParallelDecoder:
+    """The model of `source`, in evaluation mode: a polydecode checkpoint or adapter gives its method's model, any other
+    source the `autoregressive` model around it.
+
+    `dtype`: a torch dtype or its name; None or "auto" keeps the dtype of the checkpoint. `device`: None leaves it on the
+    CPU. Raises `UserError` of one line for a source that cannot be opened or an architecture that is not supported.
+    """
+    found = resolve_source(source)
+    dtype, attn_implementation = _check_choices(dtype, attn_implementation)
+    if found.kind == "adapter":
+        model = _load_adapter(found, dtype, attn_implementation)
+    else:
+        config = read_config(found)
+        if isinstance(config, ParallelDecoderConfig):
+            model = _load_checkpoint(found, config, dtype, attn_implementation)
+        else:
+            base = _load_plain(found, config, dtype, attn_implementation)
+            check_architecture(base)
+            model = get_method("autoregressive")[1].from_base(base)
+    return _to_device(model.eval(), device)
+
+
+def load_base(
+    source: str | os.PathLike, dtype: str | torch.dtype | None = None, attn_implementation: str = "sdpa"
+) -> PreTrainedModel:
+    """The plain transformers model of `source`: of a polydecode checkpoint or adapter, the model it wraps.
+
+    Raises `UserError` as `load` does, but does not measure whether the layers can be run in slices.
+    """
+    found = resolve_source(source)
+    dtype, attn_implementation = _check_choices(dtype, attn_implementation)
+    if found.kind == "adapter":
+        return _load_adapter(found, dtype, attn_implementation).base
+    config = read_config(found)
+    if isinstance(config, ParallelDecoderConfig):
+        return _load_checkpoint(found, config, dtype, attn_implementation).base
+    return _load_plain(found, config, dtype, attn_implementation)
+
+
+def load_tokenizer(source: str | os.PathLike) -> "PreTrainedTokenizerBase":
+    """The tokenizer of `source`; of an adapter folder without one, its source's. `UserError` when there is none."""
+    found = resolve_source(source)
+    name = found.name_for_transformers()
+    if found.kind != "hub" and not has_tokenizer(Path(name)):
+        if found.kind == "adapter":
+            return load_tokenizer(adapter_source(found))
+        raise UserError(f"folder {found.given!r} has no tokenizer; save one into it with tokenizer.save_pretrained")
+    with told(f"open the tokenizer of {found.given!r}"):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+
+def check_architecture(base: PreTrainedModel) -> float:
+    """The measured difference between running the layers in slices and the model's own forward, relative to the largest
+    logit; `UserError` naming the architecture when it is more than rounding."""
+    name = base.config.model_type
+    half = next(base.parameters()).dtype in (torch.float16, torch.bfloat16)
+    in_float32 = half and base.num_parameters() <= FLOAT32_CHECK_PARAMETERS
+    tolerance = SLICE_TOLERANCE_HALF if half and not in_float32 else SLICE_TOLERANCE_FLOAT32
+    dtypes = [parameter.dtype for parameter in base.parameters()]
+    try:
+        if in_float32:
+            cast_parameters(base, torch.float32)
+        error = slice_error(base)
+    except UserError:
+        raise
+    except Exception as failure:
+        raise UserError(f"architecture {name!r} is not supported: {first_line(failure)}; {SUPPORTED}") from failure
+    finally:
+        if in_float32:
+            for parameter, dtype in zip(base.parameters(), dtypes, strict=True):
+                parameter.data = parameter.data.to(dtype)
+    if not error <= tolerance:
+        raise UserError(
+            f"architecture {name!r} is not supported: running its layers one by one changes the logits by {error:.1e} of "
+            f"the largest (at most {tolerance:.0e} is rounding); {SUPPORTED}"
+        )
+    return error
+
+
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the floating parameters in place; unlike `.to(dtype)` not the buffers, whose rotary frequencies stay float32."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+# --- the kinds of source -------------------------------------------------------------------------------------------
+
+
+def _load_plain(found: Source, config: PreTrainedConfig, dtype: torch.dtype | str, attention: str) -> PreTrainedModel:
+    check_structure(config, found.given)
+    base = _from_pretrained(found, config, dtype, attention)
+    if found.kind != "hub":
+        base.config._name_or_path = base.name_or_path = ""
+    return base
+
+
+def _load_checkpoint(
+    found: Source, config: ParallelDecoderConfig, dtype: torch.dtype | str, attention: str
+) -> ParallelDecoder:
+    model = _from_pretrained(found, config, dtype, attention)
+    model.base.generation_config = GenerationConfig.from_dict(model.generation_config.to_dict())
+    return model
+
+
+def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str) -> ParallelDecoder:
+    """The source of an adapter, with the adapter merged in float32, wrapped by the adapter's method."""
+    from peft import PeftConfig, get_peft_model
+    from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    folder = Path(found.location)
+    config = read_config(found)
+    if not isinstance(config, ParallelDecoderConfig):
+        raise UserError(f"{str(folder / 'config.json')!r} is not the config of a polydecode method")
+    read_json(folder / "adapter_config.json")
+    base = load_base(adapter_source(found), torch.float32, attention)
+    if base.config.vocab_size != config.vocab_size:
+        base.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+    with told(f"apply the adapter {found.given!r}"):
+        peft_config = PeftConfig.from_pretrained(str(folder))
+        peft_config.inference_mode = True
+        adapted = get_peft_model(base, peft_config)
+        weights = load_peft_weights(str(folder), device="cpu")
+        missing = set(get_peft_model_state_dict(adapted, save_embedding_layers=False)) - set(weights)
+        if missing:
+            raise UserError(f"adapter {found.given!r} is incomplete: no {min(missing)!r} and {len(missing) - 1} more")
+        set_peft_model_state_dict(adapted, weights)
+        base = adapted.merge_and_unload()
+    wanted = config.dtype if dtype == "auto" else dtype
+    cast_parameters(base, wanted or torch.float32)
+    base.config.dtype = wanted or torch.float32
+    return get_method(config.method)[1].from_base(base, **config.settings())
+
+
+def adapter_source(found: Source) -> str:
+    """The source that an adapter folder was trained on."""
+    told_source = read_json(Path(found.location) / ADAPTER_FILE).get("source")
+    if not isinstance(told_source, str):
+        raise UserError(f"{ADAPTER_FILE} in {found.given!r} names no source")
+    try:
+        resolve_source(told_source)
+    except UserError as error:
+        raise UserError(f"adapter {found.given!r} needs its source {told_source!r}: {error}") from error
+    return told_source
+
+
+# --- helpers -------------------------------------------------------------------------------------------------------
+
+
+def check_structure(config: PreTrainedConfig, given: str) -> None:
+    """Refuse, before any weight is read, an architecture that is no decoder-only model with numbered layers."""
+    name = config.model_type
+    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"{given!r} is a {name!r} model, which is no decoder-only language model; {SUPPORTED}")
+    try:
+        with torch.device("meta"):
+            DecoderStack(AutoModelForCausalLM.from_config(config))
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"architecture {name!r} of {given!r} is not supported: {first_line(error)}; {SUPPORTED}"
+        ) from error
+
+
+def _from_pretrained(found: Source, config: PreTrainedConfig, dtype: torch.dtype | str, attention: str):
+    """The model of transformers, with every weight taken from the checkpoint; `UserError` if one is missing."""
+    with told(f"load {found.given!r}"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            found.name_for_transformers(),
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UserError(f"cannot load {found.given!r}: its weights lack {missing[0]!r}{more}")
+    return model
+
+
+def _check_choices(dtype: str | torch.dtype | None, attention: str) -> tuple[torch.dtype | str, str]:
+    """The dtype as transformers takes it ("auto" for None), and the attention; `UserError` for unknown names."""
+    if attention not in ATTENTION:
+        raise unknown_name("attention implementation", str(attention), ATTENTION)
+    if dtype is None:
+        return "auto", attention
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise unknown_name("dtype", name, DTYPES)
+    return ("auto" if name == "auto" else getattr(torch, name)), attention
+
+
+def _to_device(model: ParallelDecoder, device: str | torch.device | None) -> ParallelDecoder:
+    if device is None:
+        return model
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"cannot use device {str(device)!r}: {first_line(error)}") from error
