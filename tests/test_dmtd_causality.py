@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+
 from tiny import random_rows, tiny_base, tiny_model
 
 PROMPT, TOTAL, CYCLE = 4, 14, 3
@@ -27,13 +28,17 @@ def is_head(position: int, gate: str) -> bool:
     return position % 3 == 0 if gate == "cyclic" else position < PROMPT or position in (6, 9, 12)
 
 
-def traced(model, ids, silent_attention=False):
-    """(logits (T, V), embeddings (T, D), thinking output (T, D)), the last two as places to take gradients at."""
+def traced(model, ids, silent_attention=False, cut_thinking=True):
+    """(logits (T, V), embeddings (1, T, D), thinking output (1, T, D)), the last two as places to take gradients at.
+
+    With `cut_thinking` the gradient ends at the thinking output, so that only its direct uses are seen.
+    """
     layers, kept = model.base.model.layers, {}
 
     def keep(name):
         def hook(_module, _args, output):
-            kept[name] = output.detach().requires_grad_() if name == "think" else output.requires_grad_()
+            cut = name == "embed" or cut_thinking
+            kept[name] = output.detach().requires_grad_() if cut else output
             return kept[name]
 
         return hook
@@ -58,7 +63,9 @@ def influence(logits_TV, source_1TD):
     rows = []
     weights = torch.randn(logits_TV.shape, generator=torch.Generator().manual_seed(0), dtype=logits_TV.dtype)
     for i in range(TOTAL):
-        grad = torch.autograd.grad((logits_TV[i] * weights[i]).sum(), source_1TD, retain_graph=True, allow_unused=True)[0]
+        grad = torch.autograd.grad((logits_TV[i] * weights[i]).sum(), source_1TD, retain_graph=True, allow_unused=True)[
+            0
+        ]
         rows.append(torch.zeros(TOTAL) if grad is None else grad[0].abs().sum(-1))
     return torch.stack(rows) > 1e-9
 
@@ -102,8 +109,5 @@ def test_a_token_reads_itself_and_all_before(base, ids):
     """Bug: a token whose own embedding is lost at a head, or a skipped token that later tokens cannot see."""
     for encoding, merge, gate in KINDS:
         model = tiny_model("dmtd", base, num_encoding_layers=encoding, merge=merge, prompt_gate=gate)
-        hooked, kept = model.base.model.embed_tokens, {}
-        hook = hooked.register_forward_hook(lambda _m, _a, output, kept=kept: kept.update(x=output.detach().requires_grad_()) or kept["x"])  # fmt: skip
-        logits_TV = model.logits(ids, prompt_lengths=[PROMPT], cycle_length=CYCLE)[0]
-        hook.remove()
-        assert torch.equal(influence(logits_TV, kept["x"]), torch.ones(TOTAL, TOTAL).tril().bool())
+        logits_TV, embedded, _ = traced(model, ids, cut_thinking=False)
+        assert torch.equal(influence(logits_TV, embedded), torch.ones(TOTAL, TOTAL).tril().bool())

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-from reference_dmtd import reference_logits
-from tiny import Forced, decode, forced_logits, greedy, hf_greedy, padded, random_rows, tiny_base, tiny_model
 
 from polydecode.errors import UserError
+from reference_dmtd import reference_logits
+from tiny import Forced, decode, forced_logits, greedy, hf_greedy, padded, random_rows, tiny_base, tiny_model
 
 EXACT = 1e-9
 """Float64 sums in another order: 1e-14 was measured, a wrong phase or mask differs by more than 1e-3."""
@@ -213,19 +213,26 @@ def test_no_nan_reaches_a_row_from_padding(base, prompts, answers):
         assert logits.isfinite().all()
 
 
+def watch_positions(layers):
+    """(per layer, the list of position ids of each call so far; the hooks to remove)."""
+    seen = [[] for _ in layers]
+
+    def note(calls):
+        return lambda _module, _args, kwargs: calls.append(kwargs["position_ids"].tolist())
+
+    return seen, [
+        layer.register_forward_pre_hook(note(calls), with_kwargs=True)
+        for layer, calls in zip(layers, seen, strict=True)
+    ]
+
+
 @torch.no_grad()
 def test_each_token_passes_each_layer_once(base):
     """Bug: decoding layers run again over the tokens of a refill, or thinking layers over the prompt."""
     for encoding, gate, cycle_length in itertools.product((0, 2), ("full", "cyclic"), (1, 3, 4)):
         model = dmtd(base, encoding, gate=gate)
         prompts = torch.tensor(random_rows([4, 4], seed=6))
-        seen = [[] for _ in range(5)]
-        hooks = [
-            layer.register_forward_pre_hook(
-                lambda _, args, kwargs, i=i: seen[i].append(kwargs["position_ids"].tolist()), with_kwargs=True
-            )
-            for i, layer in enumerate(base.model.layers)
-        ]
+        seen, hooks = watch_positions(base.model.layers)
         steps = 4 * cycle_length + 1  # step n reads token n - 1: the last one read is position 4 + steps - 2
         state = model.prefill(prompts, cycle_length=cycle_length)
         for _ in range(steps):

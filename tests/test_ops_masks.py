@@ -1,0 +1,90 @@
+"""Masks are their drawings; eager and SDPA attention agree; sliding windows decode as they read."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from polydecode.errors import UserError
+from polydecode.ops import masks
+from reference_dmtd import reference_logits
+from tiny import forced_logits, padded, random_rows, tiny_base, tiny_model
+
+WINDOWED = {
+    "mistral": {"sliding_window": 3},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+}
+
+
+def drawing(function) -> list[list[int]]:
+    """The 0s and 1s in a docstring."""
+    return [
+        [int(x) for x in line.split()]
+        for line in function.__doc__.splitlines()
+        if re.fullmatch(r"\s+([01] )+[01]", line)
+    ]
+
+
+def drawn(predicate, size: int = 4) -> list[list[int]]:
+    q, k = torch.arange(size)[:, None], torch.arange(size)[None]
+    return predicate(q, k).int().tolist()
+
+
+def test_masks_are_as_drawn():
+    """Bug: < for <=, a window one too wide, documents that see one another; and drawings that no longer tell the truth."""
+    document = torch.tensor([0, 0, 1, 1])
+    assert drawn(masks.causal) == drawing(masks.causal) != []
+    assert drawn(masks.sliding_window(2)) == drawing(masks.sliding_window) != []
+    packed = masks.same_document(masks.causal, document[:, None], document[None])
+    assert drawn(packed) == drawing(masks.same_document) != []
+
+
+def test_materialised_masks():
+    """Bug (known fault 28): a boolean mask handed to eager attention, or -inf in an additive one."""
+    allowed = torch.tensor([[[True, False], [True, True]]])
+    assert torch.equal(masks.materialise(allowed, "sdpa", torch.float32), allowed[:, None])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        additive = masks.materialise(allowed, "eager", dtype)
+        assert additive.dtype == dtype
+        assert additive.isfinite().all()
+        assert ((additive == 0) == allowed[:, None]).all()
+    with pytest.raises(UserError, match="flash_attention_2"):
+        masks.materialise(allowed, "flash_attention_2", torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_eager_equals_sdpa(family):
+    """Bug: the boolean mask in eager attention (0.09 off, no error), a causal flag lost; full pass, cache and padding."""
+    overrides, prompts = WINDOWED.get(family, {}), random_rows([1, 4, 9], seed=1)
+    answers = torch.tensor(random_rows([7] * 3, seed=2))
+    models = [tiny_base(family, dtype=torch.float32, attention=a, **overrides) for a in ("sdpa", "eager")]
+    for method in ("autoregressive", "dmtd"):
+        sdpa, eager = (tiny_model(method, base) for base in models)
+        ids = torch.tensor(random_rows([11, 11], seed=3))
+        with torch.no_grad():
+            assert (sdpa.logits(ids) - eager.logits(ids)).abs().max() < 1e-4, (
+                "float32; a wrong mask is off by 0.1 or more"
+            )
+        shown = [forced_logits(model, *padded(prompts), answers) for model in (sdpa, eager)]
+        assert (shown[0] - shown[1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", list(WINDOWED))
+def test_sliding_windows_cached_equals_full(family):
+    """Bug: a window counted over cache slots of a padded row or cut at the refill; window 3, prompts up to 9."""
+    base, prompts = tiny_base(family, **WINDOWED[family]), random_rows([1, 2, 3, 4, 9], seed=1)
+    answers = torch.tensor(random_rows([9] * 5, seed=2))
+    plain = tiny_base(family)
+    for encoding, cycle_length in itertools.product((0, 2), (1, 2, 4, 5)):
+        model = tiny_model("dmtd", base, num_encoding_layers=encoding)
+        cached = forced_logits(model, *padded(prompts), answers, cycle_length=cycle_length)
+        for b, prompt in enumerate(prompts):
+            ids = torch.tensor([[*prompt, *answers[b].tolist()]])
+            with torch.no_grad():
+                full_TV = model.logits(ids, prompt_lengths=[len(prompt)], cycle_length=cycle_length)[0]
+            assert (cached[b] - full_TV[len(prompt) - 1 : -1]).abs().max() < 1e-9
+    ids = prompts[4] + answers[4].tolist()
+    expected = reference_logits(base, ids, 9, 5, 2, 2)[8:-1]
+    assert (cached[4] - expected).abs().max() < 1e-9
+    assert (reference_logits(plain, ids, 9, 5, 2, 2)[8:-1] - expected).abs().max() > 1e-3, "the window matters here"
