@@ -83,8 +83,7 @@ def _exact_norm(self, x: Tensor) -> Tensor:
 def tiny_model(method: str, base: PreTrainedModel | None = None, **settings) -> ParallelDecoder:
     """A model of `method` around `base` (default: a new tiny llama), in eval mode."""
     base = tiny_base() if base is None else base
-    config_class, model_class = get_method(method)
-    return model_class(config_class(base_config=base.config, **(SETTINGS.get(method, {}) | settings)), base).eval()
+    return get_method(method)[1].from_base(base, **(SETTINGS.get(method, {}) | settings)).eval()
 
 
 def random_rows(lengths: Sequence[int], seed: int = 0, low: int = 0, high: int = VOCAB) -> list[list[int]]:
