@@ -5,6 +5,7 @@ are read (names, values, the architecture) is, and then one prompt is run both w
 whose layers cannot be run in slices. Every folder is written whole or not at all.
 """
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -14,8 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from polydecode.auto import check_architecture, load, load_base, load_tokenizer, read_config, resolve_source
-from polydecode.auto.folders import check_free, whole_folder
-from polydecode.auto.loading import check_structure, has_tokenizer
+from polydecode.auto.folders import check_free, save_tokenizer, whole_folder, write_json
+from polydecode.auto.loading import check_stack, check_structure, has_tokenizer
 from polydecode.auto.sources import ADAPTER_FILE
 from polydecode.errors import UserError
 from polydecode.methods import get_method
@@ -31,7 +32,7 @@ def convert(
     method: str = "dmtd",
     *,
     dtype: str | torch.dtype | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     **settings: Any,
 ) -> ParallelDecoder:
@@ -46,6 +47,7 @@ def convert(
     config_class.check_names(settings)
     if isinstance(source, torch.nn.Module):
         base = _base_in_memory(source)
+        check_stack(base)
         _check_values(config_class, base.config, settings)
     else:
         config = read_config(resolve_source(source))
@@ -114,7 +116,7 @@ def save_checkpoint(
     with whole_folder(out, overwrite) as folder:
         model.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
     return Path(out).expanduser()
 
 
@@ -141,12 +143,15 @@ def save_adapter(
         (folder / "README.md").unlink(missing_ok=True)
         adapter_config = json.loads((folder / "adapter_config.json").read_text())
         adapter_config["base_model_name_or_path"] = None
-        _write_json(folder / "adapter_config.json", adapter_config)
-        model.config.dtype = str(model.dtype).removeprefix("torch.")
-        model.config.save_pretrained(folder)
-        _write_json(folder / ADAPTER_FILE, {"source": name, "method": model.config.method})
+        write_json(folder / "adapter_config.json", adapter_config)
+        config = copy.deepcopy(model.config)
+        config.dtype = config.base_config.dtype = str(model.dtype).removeprefix("torch.")
+        if hasattr(config, "auto_map"):  # there are no full weights here for trust_remote_code to open
+            del config.auto_map
+        config.save_pretrained(folder)
+        write_json(folder / ADAPTER_FILE, {"source": name, "method": model.config.method})
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
     return Path(out).expanduser()
 
 
@@ -162,9 +167,5 @@ def export_base(checkpoint: str | os.PathLike, out: str | os.PathLike) -> Path:
     with whole_folder(out) as folder:
         base.save_pretrained(folder)
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+            save_tokenizer(tokenizer, folder)
     return Path(out).expanduser()
-
-
-def _write_json(file: Path, content: dict[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -302,9 +302,8 @@ def _processors(
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> tuple[LogitsProcessorList, StoppingCriteriaList]:
     """transformers' own processors for repetition, n-grams, forced and banned tokens, plus the caller's; stop strings."""
-    greedy = GenerationConfig.from_dict({**config.to_dict(), "do_sample": False})
-    for name in ("temperature", "top_k", "top_p", "min_p"):
-        setattr(greedy, name, None)
+    ours = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "do_sample")
+    greedy = GenerationConfig.from_dict({k: v for k, v in config.to_dict().items() if k not in ours})
     model._prepare_special_tokens(greedy, kwargs_has_attention_mask=True, device=input_ids.device)
     processors = model._get_logits_processor(
         generation_config=greedy,

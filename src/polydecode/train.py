@@ -7,9 +7,11 @@ used (steps, tokens or minutes, whichever is furthest); Ctrl-C ends the run earl
 
 import json
 import math
+import os
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from polydecode.methods.base import Batch, LossOutput, ParallelDecoder
 from polydecode.ops.sampling import RowGenerators, mix_seed
 
 METRICS_FILE = "training_metrics.json"
+_BUDGET_FILE = "budget.json"
 _LORA_TARGETS = "all-linear"
 
 
@@ -47,8 +50,11 @@ def train(config: TrainConfig) -> dict[str, Any]:
     trainer = DecoderTrainer(model, config, training, held_out, pad_token_id(tokenizer))
     _report_parameters(model)
     started = time.monotonic()
+    last = _last_checkpoint(out) if config.resume else None
+    if last is not None:
+        trainer.budget.restore(Path(last))
     with _finish_on_interrupt(trainer):
-        trainer.train(resume_from_checkpoint=_last_checkpoint(out) if config.resume else None)
+        trainer.train(resume_from_checkpoint=last)
     metrics = (
         {
             "steps": trainer.state.global_step,
@@ -61,12 +67,28 @@ def train(config: TrainConfig) -> dict[str, Any]:
     )
     metrics["interrupted"] = trainer.interrupted
     if trainer.is_world_process_zero():
-        if adapter is not None:
-            save_adapter(adapter, model, config.checkpoint, out, overwrite=True)
-        else:
-            save_checkpoint(model, tokenizer, out, overwrite=True)
-        (out / METRICS_FILE).write_text(json.dumps({"final": metrics, "log": trainer.state.log_history}, indent=1))
+        report = {"final": metrics, "settings": asdict(config), "log": trainer.state.log_history}
+        _write_result(model, adapter, tokenizer, config, report)
     return metrics
+
+
+def _write_result(
+    model: ParallelDecoder, adapter: Any, tokenizer: Any, config: TrainConfig, report: dict[str, Any]
+) -> None:
+    """Put checkpoint or adapter and the report into `out`, file by file from a finished folder, keeping `checkpoints`."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    finished = out / ".finished"
+    if adapter is not None:
+        save_adapter(adapter, model, config.checkpoint, finished, tokenizer=tokenizer, overwrite=True)
+    else:
+        save_checkpoint(model, tokenizer, finished, overwrite=True)
+    (finished / METRICS_FILE).write_text(json.dumps(report, indent=1))
+    for file in sorted(
+        finished.iterdir(), key=lambda f: f.name == "config.json"
+    ):  # the config last: it makes a checkpoint
+        os.replace(file, out / file.name)
+    finished.rmdir()
 
 
 def _examples(config: TrainConfig, tokenizer: Any) -> tuple[Examples, Examples | None]:
@@ -104,7 +126,7 @@ class Budget:
 
     def __init__(self, config: TrainConfig, total_steps: int):
         self.config, self.total_steps = config, total_steps
-        self.steps = self.tokens = 0
+        self.tokens = 0
         self.started = time.monotonic()
 
     def progress(self, step: int) -> float:
@@ -125,6 +147,16 @@ class Budget:
         if self.config.schedule == "constant":
             return 1.0
         return 0.5 * (1 + math.cos(math.pi * rest)) if self.config.schedule == "cosine" else 1 - rest
+
+    def save(self, folder: Path) -> None:
+        """Keep tokens and minutes used beside a checkpoint."""
+        used = {"tokens": self.tokens, "seconds": time.monotonic() - self.started}
+        (folder / _BUDGET_FILE).write_text(json.dumps(used))
+
+    def restore(self, folder: Path) -> None:
+        """Go on from what a checkpoint had used."""
+        used = json.loads((folder / _BUDGET_FILE).read_text())
+        self.tokens, self.started = used["tokens"], time.monotonic() - used["seconds"]
 
     def used_up(self, step: int) -> bool:
         """Whether the run should end."""
@@ -231,6 +263,11 @@ class _BudgetCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.budget.used_up(state.global_step) or self.trainer.interrupted:
             control.should_training_stop = True
+        return control
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            self.trainer.budget.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
         return control
 
 

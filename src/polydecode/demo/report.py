@@ -1,0 +1,68 @@
+"""The demo's table, picture and samples."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from polydecode.demo.measure import Row
+from polydecode.demo.tasks import Item
+
+
+def table(rows: Sequence[Row]) -> str:
+    """An aligned text table."""
+    tasks = [t for t in rows[0].accuracy if t != "all"]
+    header = ["", *tasks, "all", "kept", "tok/s", "speed-up", "tok/forward"]
+    lines = [header]
+    for row in rows:
+        cells = [f"{row.accuracy[t]:.2f}" for t in tasks]
+        kept = "-" if row.kept is None else f"{row.kept:.0%}"
+        speedup = "-" if row.speedup is None else f"{row.speedup:.2f}x"
+        lines.append(
+            [row.name, *cells, f"{row.accuracy['all']:.2f}", kept, f"{row.tokens_per_s:.1f}", speedup,
+             f"{row.tokens_per_forward:.2f}"]
+        )  # fmt: skip
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+
+
+def samples(items: Sequence[Item], rows: Sequence[Row], count: int = 2) -> str:
+    """The first item of `count` tasks, with what each way answered."""
+    chosen = list({item.task: i for i, item in reversed(list(enumerate(items)))}.values())[-count:]
+    blocks = []
+    width = max(len(r.name) for r in rows)
+    for i in sorted(chosen):
+        lines = [f"{items[i].prompt}", f"  {'expected':{width}} {items[i].answer.strip()}"]
+        for row in rows:
+            answer = row.answers[i].strip().split("\n")[0]
+            mark = "+" if row.answers[i].strip() == items[i].answer.strip() else "-"
+            lines.append(f"{mark} {row.name:{width}} {answer[:90]}")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
+
+
+def picture(rows: Sequence[Row], path: Path) -> None:
+    """Accuracy against speed-up, one point per row, and the table beneath it, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    trained = [r for r in rows if r.speedup is not None]
+    figure, (axis, below) = plt.subplots(2, 1, figsize=(9, 7.5), height_ratios=(3, 2))
+    for row in trained:
+        color = "#444444" if "dmtd" not in row.name else "#c2410c"
+        axis.scatter(row.speedup, row.accuracy["all"], color=color, zorder=3)
+        axis.annotate(row.name, (row.speedup, row.accuracy["all"]), textcoords="offset points", xytext=(6, 6))
+    axis.set_xlabel("speed-up over the AR control (tokens/s, batch 1)")
+    axis.set_ylabel("exact-match accuracy on held-out items")
+    axis.set_ylim(-0.03, 1.05)
+    axis.margins(x=0.15)
+    axis.grid(alpha=0.3)
+    axis.set_title("SmolLM2-135M-Instruct: several tokens per forward pass, speed and quality")
+    below.axis("off")
+    below.text(0, 1, table(rows), family="monospace", fontsize=8.5, va="top")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
