@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from tiny import tiny_base
-from tiny_tokenizer import tiny_tokenizer
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from polydecode.convert import convert
 from polydecode.errors import UserError
 from polydecode.ops.linear import few_rows_product
+from tiny import tiny_base
+from tiny_tokenizer import tiny_tokenizer
 
 METHODS = {"autoregressive": {}, "dmtd": {"cycle_length": 3, "num_decoding_layers": 2}}
 PROMPT = torch.tensor([[5, 9, 2, 33, 17]])
@@ -150,7 +150,7 @@ def test_streamer_gets_the_prompt_then_what_generate_returns(model):
     streamer = Collect()
     out = plain(model, streamer=streamer)
     assert streamer.parts[0] == PROMPT[0].tolist()
-    assert sum(streamer.parts, []) == out[0].tolist()
+    assert [t for part in streamer.parts for t in part] == out[0].tolist()
     assert streamer.ended
 
 

@@ -6,8 +6,6 @@ import signal
 
 import pytest
 import torch
-from tiny import tiny_base
-from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoTokenizer
 
 from polydecode.auto import load
@@ -15,6 +13,8 @@ from polydecode.config import TrainConfig
 from polydecode.convert import convert, save_checkpoint
 from polydecode.errors import UserError
 from polydecode.train import Budget, averages, train
+from tiny import tiny_base
+from tiny_tokenizer import tiny_tokenizer
 
 METHODS = {"autoregressive": {}, "dmtd": {"cycle_length": 3, "num_decoding_layers": 2}}
 

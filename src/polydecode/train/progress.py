@@ -1,0 +1,53 @@
+"""What a person sees of a run, on stderr."""
+
+import sys
+import time
+
+from tqdm import tqdm
+from transformers import TrainerCallback
+
+from polydecode.train.budget import Budget
+
+
+class ProgressReport(TrainerCallback):
+    """Progress on stderr: a bar on a terminal, and a line with the loss per phase, speed and time left at each log."""
+
+    def __init__(self, budget: Budget):
+        self.budget = budget
+        self.bar: tqdm | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero and sys.stderr.isatty():
+            self.bar = tqdm(total=100, unit="%", file=sys.stderr, bar_format="{l_bar}{bar}| {elapsed}<{remaining}")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(round(100 * self.budget.progress(state.global_step), 2) - self.bar.n)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs or not ("loss" in logs or "eval_loss" in logs):
+            return
+        line = self._line(state.global_step, logs)
+        if self.bar is not None:
+            self.bar.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def _line(self, step: int, logs: dict[str, float]) -> str:
+        prefix = "eval_" if "eval_loss" in logs else ""
+        parts = [f"step {step}", f"{'held-out ' if prefix else ''}loss {logs[prefix + 'loss']:.4f}"]
+        parts += [f"{k.removeprefix(prefix)} {v:.3f}" for k, v in logs.items() if "accuracy" in k]
+        if not prefix:
+            parts.append(f"grad {logs.get('grad_norm', 0.0):.2f}  lr {logs['learning_rate']:.1e}")
+            parts.append(f"{logs['tokens_per_s']:.0f} tokens/s  {self._time_left(step)} left")
+        return "  ".join(parts)
+
+    def _time_left(self, step: int) -> str:
+        used = max(self.budget.progress(step), 1e-9)
+        seconds = int((time.monotonic() - self.budget.started) * (1 - used) / used)
+        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
