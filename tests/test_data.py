@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from tiny_tokenizer import tiny_tokenizer
 
 from polydecode.config import DataConfig
 from polydecode.data import Collator, encode, load_examples, prompt_ids, read_jsonl, split_held_out
 from polydecode.errors import UserError
+from tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 
