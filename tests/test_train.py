@@ -104,6 +104,17 @@ def test_lora_writes_an_adapter_that_loads_merged(checkpoint, tmp_path, data):
     assert trained.config.method == start.config.method
 
 
+def test_adapter_can_name_the_source_its_checkpoint_came_from(checkpoint, tmp_path, data):
+    """Pins: an adapter tied to a converted folder that only holds the source's weights, or naming other weights."""
+    load(str(checkpoint)).base.save_pretrained(tmp_path / "source")
+    settings = {"lora_rank": 4, "max_steps": 2, "adapter_source": str(tmp_path / "source")}
+    train(config(checkpoint, tmp_path, data, **settings))
+    assert json.loads((tmp_path / "out" / "polydecode_adapter.json").read_text())["source"] == str(tmp_path / "source")
+    tiny_base(dtype=torch.float32, vocab_size=300, seed=5).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match="other weights"):
+        train(config(checkpoint, tmp_path, data, **settings | {"adapter_source": str(tmp_path / "other"), "out": "x"}))
+
+
 def test_resume_goes_on_where_it_stopped(checkpoint, tmp_path, data):
     """Pins: a resumed run that repeats or skips steps: its weights must equal the uninterrupted run's, bit for bit."""
     whole = config(checkpoint, tmp_path, data, max_steps=6, save_steps=3, out=str(tmp_path / "whole"))

@@ -60,6 +60,7 @@ class TrainConfig(DataConfig):
         train_embeddings: also train embeddings and head, which are frozen by default.
         lora_rank: train low-rank adapters of this rank instead of all weights; 0 means all weights.
         lora_alpha: scale of the adapters; 0 means twice the rank.
+        adapter_source: name this source in the adapter instead of the checkpoint; its weights must be the same.
         seed: seed of data order and of every random draw.
         log_steps: steps between log lines.
         eval_steps: steps between evaluations; 0 means only at the end.
@@ -89,6 +90,7 @@ class TrainConfig(DataConfig):
     train_embeddings: bool = False
     lora_rank: int = 0
     lora_alpha: float = 0.0
+    adapter_source: str = ""
     seed: int = 42
     log_steps: int = 10
     eval_steps: int = 0
@@ -120,5 +122,7 @@ class TrainConfig(DataConfig):
             raise UserError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
             )
+        if self.adapter_source and not self.lora_rank:
+            raise UserError("adapter_source is for adapters; give --lora-rank as well")
         if self.max_steps == 0 and self.epochs == 0 and not (self.max_minutes or self.max_tokens):
             raise UserError("nothing bounds the run: give --max-steps, --epochs, --max-minutes or --max-tokens")

@@ -8,7 +8,6 @@ in EXPERIMENTS.md, goes on training both here for the same number of tokens, and
 import json
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from polydecode.config import TrainConfig
 from polydecode.convert import convert, save_checkpoint
 from polydecode.demo.measure import Row, accuracy, answer_all, speeds
 from polydecode.demo.report import picture, samples, table
+from polydecode.demo.settings import DemoConfig
 from polydecode.demo.tasks import Item, held_out, items, write_jsonl
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
@@ -30,29 +30,6 @@ SPLIT = {"num_encoding_layers": 6, "num_decoding_layers": 8, "cycle_length": 3, 
 CYCLE_LENGTHS = (1, 2, 3, 4)
 HELD_OUT_SEED = 2
 LIVE_SEED = 3
-
-
-@dataclass
-class DemoConfig:
-    """Convert, train and measure SmolLM2-135M with both the autoregressive control and DMTD, and print one table.
-
-    Attributes:
-        out: folder for the trained checkpoints, the data, the table and the picture.
-        budget: minutes of live training in all; the control's share decides how many tokens both get.
-        adapters: folder with the trained adapters `control` and `dmtd` to start from.
-        from_scratch: start from the pretrained model instead of the adapters.
-        eval_items: held-out items to answer.
-        new_tokens: tokens per timed run.
-        repeats: timed runs per way of decoding.
-    """
-
-    out: str = "demo_out"
-    budget: float = 5.0
-    adapters: str = "demo/adapters"
-    from_scratch: bool = False
-    eval_items: int = 150
-    new_tokens: int = 96
-    repeats: int = 3
 
 
 def run(config: DemoConfig) -> dict[str, Any]:

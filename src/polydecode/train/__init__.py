@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from polydecode.auto import load, load_tokenizer
+from polydecode.auto import load, load_base, load_tokenizer
 from polydecode.config import TrainConfig
 from polydecode.convert import save_adapter, save_checkpoint
 from polydecode.data import Examples, load_examples, pad_token_id, split_held_out
@@ -45,6 +45,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
     training, held_out = _examples(config, tokenizer)
     set_seed(config.seed)
     model = load(config.checkpoint, dtype=torch.float32)
+    if config.adapter_source:
+        _check_same_weights(model, config)
     adapter = prepare_parameters(model, config)
     trainer = DecoderTrainer(model, config, training, held_out, pad_token_id(tokenizer))
     _report_parameters(model)
@@ -79,7 +81,8 @@ def _write_result(
     out.mkdir(parents=True, exist_ok=True)
     finished = out / ".finished"
     if adapter is not None:
-        save_adapter(adapter, model, config.checkpoint, finished, tokenizer=tokenizer, overwrite=True)
+        source = config.adapter_source or config.checkpoint
+        save_adapter(adapter, model, source, finished, tokenizer=tokenizer, overwrite=True)
     else:
         save_checkpoint(model, tokenizer, finished, overwrite=True)
     (finished / METRICS_FILE).write_text(json.dumps(report, indent=1))
@@ -112,6 +115,13 @@ def prepare_parameters(model: ParallelDecoder, config: TrainConfig) -> Any:
         for parameter in embeddings.parameters():
             parameter.requires_grad_(config.train_embeddings)
     return adapter
+
+
+def _check_same_weights(model: ParallelDecoder, config: TrainConfig) -> None:
+    expected = load_base(config.adapter_source, torch.float32).state_dict()
+    actual = model.base.state_dict()
+    if expected.keys() != actual.keys() or not all(torch.equal(actual[k], expected[k]) for k in expected):
+        raise UserError(f"{config.adapter_source!r} has other weights than {config.checkpoint!r}: leave out adapter_source")
 
 
 def _report_parameters(model: ParallelDecoder) -> None:
