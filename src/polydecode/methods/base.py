@@ -212,6 +212,15 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
         """Predicted cost of a token in forwards of the whole model; `count_head` counts the head's weights too."""
         raise NotImplementedError
 
+    @classmethod
+    def predicted_costs(cls, base: PreTrainedModel, settings: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Predictions around `base` (which may be on the meta device) for a choice of settings and options, for `inspect`.
+
+        Each row has `settings` and `options` (the varied ones), `forwards_per_token`, `forwards_per_token_with_head`,
+        `speedup` and `speedup_with_head`. `settings` of an existing checkpoint come first. Empty: nothing to choose.
+        """
+        return []
+
     # --- shared ----------------------------------------------------------------------------------------------------
 
     def check_options(self, options: dict[str, Any]) -> None:

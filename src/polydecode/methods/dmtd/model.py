@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from polydecode.errors import UserError
 from polydecode.methods.base import Batch, Choose, LossOutput, ParallelDecoder, Score, Step, left_aligned
@@ -305,3 +306,33 @@ class DMTDModel(ParallelDecoder):
             return (end + (cycle - 1) * always) / (cycle * end)
         layer, head = self.stack.parameter_counts()
         return ((end + (cycle - 1) * always) * layer + cycle * head) / (cycle * (end * layer + head))
+
+    @classmethod
+    def predicted_costs(cls, base: PreTrainedModel, settings: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Cycle lengths 1 to 8 for the splits of `splits` and that of `settings`."""
+        rows = []
+        own = [(settings["num_encoding_layers"], settings["num_decoding_layers"])] if settings else []
+        for encoding, decoding in dict.fromkeys([*own, *splits(base.config.num_hidden_layers)]):
+            split = {"num_encoding_layers": encoding, "num_decoding_layers": decoding}
+            model = cls(DMTDConfig(base_config=base.config, **split), base)
+            for cycle_length in range(1, 9):
+                plain = model.forwards_per_token(cycle_length=cycle_length)
+                with_head = model.forwards_per_token(count_head=True, cycle_length=cycle_length)
+                rows.append(
+                    {
+                        "settings": split,
+                        "options": {"cycle_length": cycle_length},
+                        "forwards_per_token": plain,
+                        "forwards_per_token_with_head": with_head,
+                        "speedup": 1 / plain,
+                        "speedup_with_head": 1 / with_head,
+                    }
+                )
+        return rows
+
+
+def splits(num_layers: int) -> list[tuple[int, int]]:
+    """Some (encoding, decoding) layers that leave at least one thinking layer."""
+    half = num_layers // 2
+    wanted = [(0, 4), (0, 8), (0, half), (4, 8), (8, 8), (half // 2, half // 2)]
+    return [(e, d) for e, d in dict.fromkeys(wanted) if d > 0 and e + d < num_layers]

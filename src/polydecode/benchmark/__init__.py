@@ -1,0 +1,1 @@
+"""Measuring a checkpoint against its own one-token-per-forward decoding."""

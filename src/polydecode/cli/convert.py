@@ -1,0 +1,51 @@
+"""`polydecode convert SOURCE OUT --method NAME [its settings]`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jsonargparse import Namespace
+
+from polydecode.cli.method_flags import add_settings
+from polydecode.cli.output import Result
+from polydecode.cli.parser import Parser, flag, options_of, peek
+from polydecode.methods import get_method, method_names
+
+
+@dataclass
+class ConvertOptions:
+    """What to convert, and where to.
+
+    Attributes:
+        source: hub id, local Hugging Face folder, .gguf file, polydecode checkpoint, or smollm2-135m.
+        out: folder to write; must be new or empty unless --overwrite.
+        method: decoding method; see `polydecode methods`.
+        overwrite: replace what is in OUT.
+    """
+
+    source: str
+    out: str
+    method: str
+    overwrite: bool = False
+
+
+def make_parser(argv: Sequence[str]) -> Parser:
+    method = peek(argv, "method")
+    command = "convert" if method is None else f"convert --method {method}"
+    summary = "Turn a pretrained model into one that decodes several tokens per forward, after a self-check."
+    parser = Parser(command, summary, positionals=("source", "out"))
+    parser.add_options(ConvertOptions)
+    for name in method_names() if method is None else [method]:
+        add_settings(parser, name)
+    return parser
+
+
+def run(values: Namespace) -> Result:
+    from polydecode.convert import convert_to_folder
+
+    options = options_of(ConvertOptions, values)
+    config_class, _ = get_method(options.method)
+    settings = {name: values[name] for name in config_class.SETTINGS}
+    folder = convert_to_folder(options.source, options.out, options.method, settings, overwrite=options.overwrite)
+    told = ", ".join(f"{flag(name)} {value}" for name, value in settings.items() if value is not None)
+    text = f"wrote {folder} ({options.method}{': ' + told if told else ''})"
+    return Result(text, {"checkpoint": str(folder), "method": options.method, "settings": settings})
