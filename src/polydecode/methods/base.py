@@ -208,6 +208,17 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
         """Log-likelihood of each row's targets."""
         raise NotImplementedError
 
+    def hidden(self, batch: Batch) -> Tensor:
+        """Normalised hidden states (B, T, D) after the last layer, reading the rows at full depth as prompts are read."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def embed(self, batch: Batch) -> Tensor:
+        """Text embeddings (B, D) float32: the mean of `hidden` over each row's real tokens."""
+        real_BT1 = batch.attention_mask.bool()[..., None]
+        summed_BD = (self.hidden(batch).float() * real_BT1).sum(1)
+        return summed_BD / real_BT1.sum(1).clamp_min(1)
+
     def forwards_per_token(self, count_head: bool = False, **options: Any) -> float:
         """Predicted cost of a token in forwards of the whole model; `count_head` counts the head's weights too."""
         raise NotImplementedError
@@ -287,6 +298,7 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
         """Write the checkpoint, with a shim that lets plain transformers load it by `trust_remote_code=True`."""
         type(self)._auto_class = None
         type(self.config)._auto_class = None
+        self.config.base_config.dtype = str(self.dtype).removeprefix("torch.")
         self.config.auto_map = {
             "AutoConfig": f"{_SHIM}.{type(self.config).__name__}",
             "AutoModelForCausalLM": f"{_SHIM}.{type(self).__name__}",

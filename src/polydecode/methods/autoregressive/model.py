@@ -102,6 +102,9 @@ class AutoregressiveModel(ParallelDecoder):
         position_1T = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         return self.stack.head(self.stack.norm(self._hidden(input_ids, position_1T)))
 
+    def hidden(self, batch: Batch) -> Tensor:
+        return self.stack.norm(self._hidden(batch.input_ids, batch.position_ids(), batch.document_ids))
+
     def loss(self, batch: Batch, generator: RowGenerators) -> LossOutput:
         loss_N, hit_N, _ = self._token_losses(batch)
         sums = {"accuracy": float(hit_N.sum()), "accuracy_count": float(len(hit_N))}
@@ -119,7 +122,7 @@ class AutoregressiveModel(ParallelDecoder):
 
     def _token_losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """-log p and hit of every target, in row order, and which tokens are targets."""
-        hidden_BTD = self.stack.norm(self._hidden(batch.input_ids, batch.position_ids(), batch.document_ids))
+        hidden_BTD = self.hidden(batch)
         target_BT = batch.predicted()
         source_ND = hidden_BTD[:, :-1][target_BT[:, 1:]]
         loss_N, hit_N = token_cross_entropy(source_ND, batch.input_ids[target_BT], self.stack.head)

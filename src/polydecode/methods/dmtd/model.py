@@ -111,6 +111,10 @@ class DMTDModel(ParallelDecoder):
         hidden_BTD = self._gated(input_ids, batch.position_ids(), phase_BT)
         return self.stack.head(self.stack.norm(hidden_BTD))
 
+    def hidden(self, batch: Batch) -> Tensor:
+        phase_BT = torch.full_like(batch.input_ids, PROMPT)
+        return self.stack.norm(self._gated(batch.input_ids, batch.position_ids(), phase_BT, batch.document_ids))
+
     def loss(self, batch: Batch, generator: RowGenerators) -> LossOutput:
         choices = self.config.training_cycle_lengths or [self.config.cycle_length]
         drawn = generator.integers([len(choices)] * len(generator)) if len(choices) > 1 else [0] * len(batch.input_ids)
