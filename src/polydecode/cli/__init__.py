@@ -12,6 +12,7 @@ from importlib import import_module
 from polydecode.errors import UserError, unknown_name
 
 COMMANDS = {
+    "demo": "see a real model converted, trained and measured, in one command",
     "convert": "turn a pretrained model into one that decodes several tokens per forward",
     "train": "train a converted checkpoint on your data",
     "generate": "generate text from a prompt, streaming to the terminal",
