@@ -50,8 +50,8 @@ def convert(
         check_stack(base)
         _check_values(config_class, base.config, settings)
     else:
-        config = read_config(resolve_source(source))
-        base_config = config.base_config if isinstance(config, ParallelDecoderConfig) else config
+        config: Any = read_config(resolve_source(source))
+        base_config: Any = config.base_config if isinstance(config, ParallelDecoderConfig) else config
         check_structure(base_config, os.fspath(source))
         _check_values(config_class, base_config, settings)
         base = load_base(source, dtype, attn_implementation)

@@ -1,14 +1,19 @@
 """Write a folder whole or not at all, and tell a failed file operation in one line."""
 
 import errno
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from polydecode.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PARTIAL = ".partial-"
 
@@ -65,8 +70,8 @@ def whole_folder(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Pa
         raise UserError(f"cannot write to {str(path.parent)!r}: {error.strerror or first_line(error)}") from error
     done = False
     try:
-        temporary.chmod(0o777 & ~_umask())
         yield temporary
+        _usual_modes(temporary)
         _take_name(temporary, path, overwrite)
         done = True
     except Exception as error:
@@ -79,6 +84,21 @@ def whole_folder(out: str | os.PathLike, overwrite: bool = False) -> Iterator[Pa
         if not done:
             shutil.rmtree(temporary, ignore_errors=True)
             _remove_empty(made)
+
+
+def save_tokenizer(tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+    """Save a tokenizer without the notes that transformers keeps of how it was loaded, which change with every save."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    for name in ("is_local", "local_files_only", "name_or_path", "_commit_hash"):
+        content.pop(name, None)
+    write_json(file, content)
+
+
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object with sorted names."""
+    file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _make_parents(path: Path) -> list[Path]:
@@ -114,7 +134,9 @@ def _take_name(temporary: Path, path: Path, overwrite: bool) -> None:
     os.rename(temporary, path)
 
 
-def _umask() -> int:
+def _usual_modes(folder: Path) -> None:
+    """Give the folder and its files the modes that new ones have: mkdtemp and safetensors shut out other users."""
     mask = os.umask(0)
     os.umask(mask)
-    return mask
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)

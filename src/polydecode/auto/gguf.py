@@ -13,9 +13,13 @@ import shutil
 import time
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from polydecode.auto.folders import PARTIAL, told, whole_folder
+from polydecode.auto.folders import PARTIAL, save_tokenizer, told, whole_folder, write_json
 from polydecode.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FORMAT = 1
 MANIFEST = "polydecode_manifest.json"
@@ -99,13 +103,18 @@ def _write(file: Path, folder: Path) -> None:
             dtype=torch.float32,
         )
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    write_folder(file, folder, model, tokenizer)
+
+
+def write_folder(file: Path, folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Save a dense model and its tokenizer, without traces of where they come from, and the manifest of the files."""
     for name in ("_name_or_path", "_model_name_or_path", "quantization_config"):
         if name in model.config.__dict__:
             delattr(model.config, name)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
     files = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
-    (folder / MANIFEST).write_text(json.dumps({"gguf": file.name, "files": files}, indent=2) + "\n")
+    write_json(folder / MANIFEST, {"gguf": file.name, "files": files})
 
 
 def _remove_stale(folder: Path) -> None:

@@ -1,8 +1,10 @@
 """From a source to a model: load, load_base, load_tokenizer, and the check that the layers can be run in slices."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -33,14 +35,15 @@ FLOAT32_CHECK_PARAMETERS = 2_000_000_000
 def load(
     source: str | os.PathLike,
     dtype: str | torch.dtype | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     device: str | torch.device | None = None,
 ) -> ParallelDecoder:
     """The model of `source`, in evaluation mode: a polydecode checkpoint or adapter gives its method's model, any other
     source the `autoregressive` model around it.
 
-    `dtype`: a torch dtype or its name; None or "auto" keeps the dtype of the checkpoint. `device`: None leaves it on the
-    CPU. Raises `UserError` of one line for a source that cannot be opened or an architecture that is not supported.
+    `dtype`: a torch dtype or its name; None or "auto" keeps the dtype of the checkpoint. `attn_implementation`: "sdpa" or
+    "eager"; None is sdpa, or eager for a family without it. `device`: None leaves it on the CPU. Raises `UserError` of one
+    line for a source that cannot be opened or an architecture that is not supported.
     """
     found = resolve_source(source)
     dtype, attn_implementation = _check_choices(dtype, attn_implementation)
@@ -58,7 +61,7 @@ def load(
 
 
 def load_base(
-    source: str | os.PathLike, dtype: str | torch.dtype | None = None, attn_implementation: str = "sdpa"
+    source: str | os.PathLike, dtype: str | torch.dtype | None = None, attn_implementation: str | None = None
 ) -> PreTrainedModel:
     """The plain transformers model of `source`: of a polydecode checkpoint or adapter, the model it wraps.
 
@@ -102,11 +105,8 @@ def check_architecture(base: PreTrainedModel) -> float:
     try:
         if in_float32:
             cast_parameters(base, torch.float32)
-        error = slice_error(base)
-    except UserError:
-        raise
-    except Exception as failure:
-        raise UserError(f"architecture {name!r} is not supported: {first_line(failure)}; {SUPPORTED}") from failure
+        with _unsupported(name):
+            error = slice_error(base)
     finally:
         if in_float32:
             for parameter, dtype in zip(base.parameters(), dtypes, strict=True):
@@ -129,7 +129,9 @@ def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> None:
 # --- the kinds of source -------------------------------------------------------------------------------------------
 
 
-def _load_plain(found: Source, config: PreTrainedConfig, dtype: torch.dtype | str, attention: str) -> PreTrainedModel:
+def _load_plain(
+    found: Source, config: PreTrainedConfig, dtype: torch.dtype | str, attention: str | None
+) -> PreTrainedModel:
     check_structure(config, found.given)
     base = _from_pretrained(found, config, dtype, attention)
     if found.kind != "hub":
@@ -138,14 +140,14 @@ def _load_plain(found: Source, config: PreTrainedConfig, dtype: torch.dtype | st
 
 
 def _load_checkpoint(
-    found: Source, config: ParallelDecoderConfig, dtype: torch.dtype | str, attention: str
+    found: Source, config: ParallelDecoderConfig, dtype: torch.dtype | str, attention: str | None
 ) -> ParallelDecoder:
     model = _from_pretrained(found, config, dtype, attention)
     model.base.generation_config = GenerationConfig.from_dict(model.generation_config.to_dict())
     return model
 
 
-def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str) -> ParallelDecoder:
+def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str | None) -> ParallelDecoder:
     """The source of an adapter, with the adapter merged in float32, wrapped by the adapter's method."""
     from peft import PeftConfig, get_peft_model
     from peft.utils import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
@@ -168,9 +170,10 @@ def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str) -> Pa
             raise UserError(f"adapter {found.given!r} is incomplete: no {min(missing)!r} and {len(missing) - 1} more")
         set_peft_model_state_dict(adapted, weights)
         base = adapted.merge_and_unload()
-    wanted = config.dtype if dtype == "auto" else dtype
-    cast_parameters(base, wanted or torch.float32)
-    base.config.dtype = wanted or torch.float32
+    wanted = (config.dtype if dtype == "auto" else dtype) or torch.float32
+    assert isinstance(wanted, torch.dtype)
+    cast_parameters(base, wanted)
+    base.config.dtype = wanted
     return get_method(config.method)[1].from_base(base, **config.settings())
 
 
@@ -194,28 +197,40 @@ def check_structure(config: PreTrainedConfig, given: str) -> None:
     name = config.model_type
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{given!r} is a {name!r} model, which is no decoder-only language model; {SUPPORTED}")
+    with _unsupported(name), torch.device("meta"):
+        DecoderStack(AutoModelForCausalLM.from_config(config))
+
+
+def check_stack(base: PreTrainedModel) -> None:
+    """Refuse a model in memory that is no decoder with numbered layers."""
+    with _unsupported(base.config.model_type):
+        DecoderStack(base)
+
+
+@contextmanager
+def _unsupported(architecture: str) -> Iterator[None]:
+    """Whatever fails inside means that the architecture is not supported."""
     try:
-        with torch.device("meta"):
-            DecoderStack(AutoModelForCausalLM.from_config(config))
+        yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
-            f"architecture {name!r} of {given!r} is not supported: {first_line(error)}; {SUPPORTED}"
-        ) from error
+        raise UserError(f"architecture {architecture!r} is not supported: {first_line(error)}; {SUPPORTED}") from error
 
 
-def _from_pretrained(found: Source, config: PreTrainedConfig, dtype: torch.dtype | str, attention: str):
+def _from_pretrained(found: Source, config: PreTrainedConfig, dtype: torch.dtype | str, attention: str | None):
     """The model of transformers, with every weight taken from the checkpoint; `UserError` if one is missing."""
+    choice = {} if attention is None else {"attn_implementation": attention}
     with told(f"load {found.given!r}"):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             found.name_for_transformers(),
             config=config,
             dtype=dtype,
-            attn_implementation=attention,
+            **choice,
             output_loading_info=True,
             trust_remote_code=False,
         )
+    model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -223,9 +238,9 @@ def _from_pretrained(found: Source, config: PreTrainedConfig, dtype: torch.dtype
     return model
 
 
-def _check_choices(dtype: str | torch.dtype | None, attention: str) -> tuple[torch.dtype | str, str]:
+def _check_choices(dtype: str | torch.dtype | None, attention: str | None) -> tuple[torch.dtype | str, str | None]:
     """The dtype as transformers takes it ("auto" for None), and the attention; `UserError` for unknown names."""
-    if attention not in ATTENTION:
+    if attention is not None and attention not in ATTENTION:
         raise unknown_name("attention implementation", str(attention), ATTENTION)
     if dtype is None:
         return "auto", attention
@@ -239,6 +254,6 @@ def _to_device(model: ParallelDecoder, device: str | torch.device | None) -> Par
     if device is None:
         return model
     try:
-        return model.to(device)
+        return model.to(device)  # type: ignore[arg-type]
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"cannot use device {str(device)!r}: {first_line(error)}") from error

@@ -129,5 +129,6 @@ def read_config(source: Source):
     from transformers import AutoConfig
 
     name = source.name_for_transformers()
-    with told(f"open {source.given!r}"):
+    guess = " (no such folder, so taken for a hub id)" if source.kind == "hub" else ""
+    with told(f"open {source.given!r}{guess}"):
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
