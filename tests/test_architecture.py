@@ -17,8 +17,8 @@ FLOORS = {
     3: ["auto"],
     4: ["convert", "data", "generate"],
     4.5: ["train"],  # the floor of convert and data in the design; it reads through one and writes through the other
-    5: ["evaluate", "benchmark", "serve", "embed", "tasks", "inspection"],
-    6: ["cli", "demo"],
+    5: ["evaluate", "benchmark", "serve", "embed", "tasks", "inspection", "demo"],
+    6: ["cli"],
     7: ["__main__"],
 }
 """Top-level names of the package by floor; "" is polydecode/__init__.py. A file imports from its own name or lower floors."""

@@ -240,14 +240,12 @@ def test_generate_gives_as_many_tokens_as_asked(name, base):
         assert torch.equal(generate(model, rows, max_new_tokens=n), longest[:, :n]), n
 
 
-@pytest.mark.xfail(strict=True, reason="generate.py: GenerationConfig.from_dict refuses 0; remove when mended")
 @every_method
 def test_generate_of_no_tokens_is_the_prompt(name, base):
     """Bug: 0 is allowed by our own message, and fails inside transformers' GenerationConfig."""
     assert generate(tiny_model(name, base), random_rows([3, 6]), max_new_tokens=0).shape == (2, 0)
 
 
-@pytest.mark.xfail(strict=True, reason="generate.py: _check_context never gets the mask; remove when mended")
 @every_method
 def test_the_context_is_counted_in_real_tokens(name, base):
     """Bug: padding counted against the context, so a mask of the same prompts is refused."""

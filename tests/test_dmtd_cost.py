@@ -82,7 +82,7 @@ def test_measured_cost_is_the_predicted_one():
 
 
 def test_rows_out_of_phase_cost_what_they_cost():
-    """Bug: a batch whose rows head at different steps reported at the price of one row; the thinking layers are read more often."""
+    """Bug: a batch whose rows head at different steps reported at the price of one row; thinking is read more often."""
     model = tiny_model("dmtd", tiny_base(), cycle_length=3)
     with torch.no_grad():
         state = model.prefill(*padded(random_rows([3, 4])), cycle_length=[2, 3])

@@ -64,7 +64,7 @@ def test_refilling_equals_the_full_forward(base, prompts, answers, cycle_length)
 def test_refilling_equals_the_paper(base, prompts, answers, encoding):
     """Bugs shared by our full and our cached forward (wrong merge, wrong first head, wrong split) pass the test above."""
     for merge, gate, (b, cycle_length) in itertools.product(
-        ("replace", "add"), ("full", "cyclic"), ((0, 2), (1, 3), (3, 1), (4, 4), (6, 5), (8, 3))
+        ("replace", "add"), ("full", "cyclic"), ((0, 2), (3, 1), (6, 5), (8, 3))
     ):
         model = dmtd(base, encoding, merge, gate)
         n = len(prompts[b])
@@ -89,7 +89,7 @@ def test_an_unpadded_row_alone_takes_the_same_road(base, prompts, answers):
     """Bug: the contiguous cache plan and the mask-free single query (`dense`) read one key too many or too few."""
     for encoding, merge, gate in SPLITS:
         model = dmtd(base, encoding, merge, gate)
-        for b, cycle_length in ((0, 1), (0, 4), (2, 3), (8, 2)):
+        for b, cycle_length in ((0, 4), (2, 3), (8, 2)):
             rows = slice(b, b + 1)
             alone = forced_logits(model, torch.tensor(prompts[rows]), None, answers[rows], cycle_length=cycle_length)
             expected = full_logits(model, prompts[rows], answers[rows], cycle_length)
@@ -159,9 +159,8 @@ def test_join_of_a_long_and_a_short_cache(base):
 
 def test_edge_splits(base, prompts, answers):
     """Bugs at the edges: no thinking layers, no decoding layers, one of each only."""
-    for encoding, decoding, merge in itertools.product((0, 1, 3, 5), (0, 2, 5), ("replace", "add")):
-        if encoding + decoding > 5:
-            continue
+    splits = [(0, 0), (0, 5), (3, 2), (5, 0), (4, 1), (1, 1)]
+    for (encoding, decoding), merge in itertools.product(splits, ("replace", "add")):
         model = dmtd(base, encoding, merge, num_decoding_layers=decoding)
         cached = forced_logits(model, *padded(prompts), answers, cycle_length=3)
         assert (cached - full_logits(model, prompts, answers, 3)).abs().max() < EXACT, (encoding, decoding, merge)
@@ -198,11 +197,11 @@ def test_a_padded_row_is_the_row_alone(prompts):
     """Bug (known fault 14): padding inferred from a token id; here pad, eos and several tokens of the prompts are one id."""
     base = tiny_base(dtype=torch.float32, pad_token_id=2)
     rows = [[2, *p[:2], 2, 2, *p[2:], 2] for p in prompts]
-    for merge, side in itertools.product(("replace", "add"), ("left", "right")):
+    for merge, side in (("replace", "left"), ("add", "right")):
         model = dmtd(base, 2, merge)
-        together = decode(model, *padded(rows, side, pad=2), steps=12)
+        together = decode(model, *padded(rows, side, pad=2), steps=9)
         for b, row in enumerate(rows):
-            assert decode(model, torch.tensor([row]), steps=12).tolist() == together[b : b + 1].tolist()
+            assert decode(model, torch.tensor([row]), steps=9).tolist() == together[b : b + 1].tolist()
 
 
 def test_no_nan_reaches_a_row_from_padding(base, prompts, answers):

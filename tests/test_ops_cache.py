@@ -42,7 +42,8 @@ def histories(draw):
     num_rows = draw(st.integers(1, 4))
     lengths = draw(st.lists(st.integers(1, 70), min_size=num_rows, max_size=num_rows))
     rows = st.lists(st.integers(0, num_rows - 1), min_size=1, max_size=num_rows, unique=True).map(sorted)
-    passes = draw(st.lists(rows.flatmap(lambda rs: st.tuples(st.just(rs), st.lists(st.integers(1, 6), min_size=len(rs), max_size=len(rs)))), max_size=5))  # fmt: skip
+    some = rows.flatmap(lambda rs: st.tuples(st.just(rs), st.tuples(*[st.integers(1, 6)] * len(rs))))
+    passes = draw(st.lists(some, max_size=5))
     return lengths, passes
 
 
@@ -63,6 +64,9 @@ def test_the_cache_holds_what_was_written_where_it_was_written(history):
         assert positions[:, -1].tolist() == [s - 1 for s in stops], "the last query is the last real token"
         assert pass_.dense == (set(counts) == {1} and len(set(starts)) == 1)
         assert pass_.key_positions_1K.tolist() == [list(range(max(stops)))]
+        if pass_.plan.slots_RT is not None:
+            for slots_T, start, stop in zip(pass_.plan.slots_RT.tolist(), starts, stops, strict=True):
+                assert [slot for slot in slots_T if slot != cache.bin_slot] == list(range(start, stop)), "once each"
         keys, values = write(cache, pass_, rows, names)
         assert keys.shape == (len(rows), HEADS, max(stops), WIDTH)
         assert keys.isfinite().all(), "the bin was read"
