@@ -89,7 +89,7 @@ class TrainConfig(DataConfig):
     gradient_checkpointing: bool = False
     train_embeddings: bool = False
     lora_rank: int = 0
-    lora_alpha: float = 0.0
+    lora_alpha: int = 0
     adapter_source: str = ""
     seed: int = 42
     log_steps: int = 10

@@ -168,7 +168,7 @@ def _through_end_token(span: list[int], tokenizer: PreTrainedTokenizerBase) -> l
 
 def load_examples(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
     """All examples of `paths` in order, numbered from 0. Raises `UserError` naming file and line."""
-    examples = []
+    examples: list[Example] = []
     for path in paths:
         for number, record in read_jsonl(path):
             try:
@@ -182,7 +182,8 @@ def load_examples(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBas
 
 def split_held_out(examples: Sequence[Example], config: DataConfig) -> tuple[list[Example], list[Example]]:
     """(training, held-out): held out are those whose content hashes below `eval_fraction`, wherever they stand."""
-    train, held_out = [], []
+    train: list[Example] = []
+    held_out: list[Example] = []
     for example in examples:
         digest = hashlib.sha256(str(example.input_ids).encode()).digest()
         below = int.from_bytes(digest[:8], "big") / 2**64 < config.eval_fraction

@@ -87,9 +87,11 @@ def generate(
     if input_ids is None:
         raise UserError("generate needs input_ids (rows, tokens)")
     input_ids = input_ids.to(model.device)
+    _check_prompt(model, input_ids)
     request = _resolve(
         model, input_ids, generation_config, logits_processor, stopping_criteria, tokenizer, seed, eos_token_id, kwargs
     )
+    _check_context(model, input_ids, attention_mask, request.max_new_tokens)
     if streamer is not None:
         if len(input_ids) > 1:
             raise UserError("a streamer takes one row at a time")
@@ -115,7 +117,7 @@ class _Loop:
         self.alive = list(range(len(input_ids)))
         sampling = is_sampling(request.config)
         self.generators = RowGenerators(request.seeds) if sampling else None
-        self.warpers = warpers(request.config)
+        self.warpers: Any = warpers(request.config)
         self.stats = {"steps": 0, "forwards": 0.0, "ttft_s": 0.0, "elapsed_s": 0.0}
 
     def run(self) -> Iterator[list[list[int]]]:
@@ -145,12 +147,12 @@ class _Loop:
     def _choose(self, logits_BV: Tensor) -> Tensor:
         """The sampler: processors see each row's tokens so far, then warpers, then one token per row."""
         scores_BV = logits_BV.float()
-        if self.request.processors:
+        processors: Any = self.request.processors
+        if processors:
             scores_BV = torch.cat(
-                [self.request.processors(self._so_far(row), scores_BV[i : i + 1]) for i, row in enumerate(self.alive)]
+                [processors(self._so_far(row), scores_BV[i : i + 1]) for i, row in enumerate(self.alive)]
             )
-        scores_BV = self.warpers(None, scores_BV)
-        return draw(scores_BV, self.generators)
+        return draw(self.warpers(None, scores_BV), self.generators)
 
     def _so_far(self, row: int) -> Tensor:
         prompt = self.input_ids[row]
@@ -224,7 +226,6 @@ def _resolve(
     options = {name: kwargs[name] for name in kwargs if name in model.OPTIONS and kwargs[name] is not None}
     check_sampling(config)
     max_new_tokens = _max_new_tokens(config, input_ids.shape[1])
-    _check_context(model, input_ids, kwargs.get("attention_mask"), max_new_tokens)
     if eos_token_id is _UNSET:
         eos_token_id = config.eos_token_id
     ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
@@ -281,6 +282,15 @@ def _max_new_tokens(config: GenerationConfig, prompt_width: int) -> int:
     return value
 
 
+def _check_prompt(model: ParallelDecoder, input_ids: Tensor) -> None:
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise UserError(
+            f"input_ids has shape {tuple(input_ids.shape)}; it must be (rows, tokens) with at least one token"
+        )
+    if int(input_ids.max()) >= model.config.vocab_size or int(input_ids.min()) < 0:
+        raise UserError(f"input_ids hold ids outside the vocabulary of {model.config.vocab_size}")
+
+
 def _check_context(model: ParallelDecoder, input_ids: Tensor, attention_mask: Tensor | None, new_tokens: int) -> None:
     longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
     context = model.config.max_position_embeddings
@@ -289,8 +299,6 @@ def _check_context(model: ParallelDecoder, input_ids: Tensor, attention_mask: Te
             f"the prompt has {longest} tokens and max_new_tokens is {new_tokens}; together they must fit the model's "
             f"context of {context}"
         )
-    if int(input_ids.max()) >= model.config.vocab_size or int(input_ids.min()) < 0:
-        raise UserError(f"input_ids hold ids outside the vocabulary of {model.config.vocab_size}")
 
 
 def _processors(
@@ -304,8 +312,9 @@ def _processors(
     """transformers' own processors for repetition, n-grams, forced and banned tokens, plus the caller's; stop strings."""
     ours = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "do_sample")
     greedy = GenerationConfig.from_dict({k: v for k, v in config.to_dict().items() if k not in ours})
-    model._prepare_special_tokens(greedy, kwargs_has_attention_mask=True, device=input_ids.device)
-    processors = model._get_logits_processor(
+    mixin: Any = model  # its private builders are typed for other classes
+    mixin._prepare_special_tokens(greedy, kwargs_has_attention_mask=True, device=input_ids.device)
+    processors = mixin._get_logits_processor(
         generation_config=greedy,
         input_ids_seq_length=input_ids.shape[1],
         encoder_input_ids=input_ids,

@@ -10,7 +10,9 @@ from polydecode.demo.settings import DemoConfig
 
 
 def make_parser(argv: Sequence[str]) -> Parser:
-    summary = "Convert, train and measure SmolLM2-135M: an autoregressive control and DMTD on the same data, in one table."
+    summary = (
+        "Convert, train and measure SmolLM2-135M: an autoregressive control and DMTD on the same data, in one table."
+    )
     parser = Parser("demo", summary)
     parser.add_options(DemoConfig)
     return parser

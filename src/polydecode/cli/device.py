@@ -12,7 +12,7 @@ class DecodingOptions:
     """Where to decode.
 
     Attributes:
-        dtype: auto is bfloat16 where the device has instructions for it, else float32.
+        dtype: auto is bfloat16, or float32 on a GPU without it.
         device: auto, cpu, cuda, cuda:1, ...; auto is the GPU where there is one.
     """
 

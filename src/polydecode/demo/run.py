@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from polydecode.auto import load, load_tokenizer
+from polydecode.auto.loading import cast_parameters
 from polydecode.config import TrainConfig
 from polydecode.convert import convert, save_checkpoint
 from polydecode.demo.measure import Row, accuracy, answer_all, speeds
@@ -26,7 +27,12 @@ from polydecode.train import train
 
 SOURCE = "smollm2-135m"
 METHOD = "dmtd"
-SPLIT = {"num_encoding_layers": 6, "num_decoding_layers": 8, "cycle_length": 3, "training_cycle_lengths": [1, 2, 3, 4]}
+SPLIT: dict[str, Any] = {
+    "num_encoding_layers": 6,
+    "num_decoding_layers": 8,
+    "cycle_length": 3,
+    "training_cycle_lengths": [1, 2, 3, 4],
+}
 CYCLE_LENGTHS = (1, 2, 3, 4)
 HELD_OUT_SEED = 2
 LIVE_SEED = 3
@@ -124,7 +130,7 @@ def _measure(
         answers[name] = answer_all(model, tokenizer, questions, **options)
     _say("timing, bfloat16, batch 1")
     for model in (source, control, converted):
-        model.to(torch.bfloat16)
+        cast_parameters(model, torch.bfloat16)
     prompt = torch.tensor([tokenizer(" ".join(q.prompt for q in questions[:9]))["input_ids"][:64]])
     timed = speeds(ways, prompt, config.new_tokens, config.repeats)
     rows = [Row(name, accuracy(questions, answers[name]), *timed[name], answers=answers[name]) for name in ways]

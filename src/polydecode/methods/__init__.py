@@ -50,5 +50,5 @@ def _package(name: str) -> str:
     return external.get(name, f"{__name__}.{name}")
 
 
-def _subclasses(cls: type) -> list[type]:
+def _subclasses(cls: "type[ParallelDecoder]") -> "list[type[ParallelDecoder]]":
     return [s for direct in cls.__subclasses__() for s in (direct, *_subclasses(direct))]

@@ -111,7 +111,7 @@ class ParallelDecoderConfig(PreTrainedConfig):
         if isinstance(self.base_config, PreTrainedConfig):  # super() would reset the choice of a model in memory
             kwargs.setdefault("attn_implementation", self.base_config._attn_implementation)
         super().__post_init__(**kwargs)
-        if self.base_config is None:
+        if not isinstance(self.base_config, PreTrainedConfig):
             return
         self.base_config._name_or_path = ""
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
@@ -273,7 +273,7 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
             kwargs.pop(unused, None)
         return CausalLMOutputWithPast(logits=self.logits(input_ids, attention_mask, **kwargs))
 
-    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def generate(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Prompt and new tokens (B, P + N), as in transformers; see `polydecode.generate.generate`."""
         from polydecode.generate import generate
 

@@ -42,7 +42,7 @@ class DecoderStack:
         self.base, self.decoder, self.config = base, decoder, base.config
         self.layers = decoder.layers[: base.config.num_hidden_layers]
         self.num_layers = len(self.layers)
-        self._window = getattr(base.config, "sliding_window", None)
+        self._window: int | None = getattr(base.config, "sliding_window", None)
         default = "sliding_attention" if self._window else "full_attention"
         self.layer_types = list(getattr(base.config, "layer_types", None) or [default] * self.num_layers)
         unknown = set(self.layer_types) - {"full_attention", "sliding_attention"}
@@ -82,10 +82,10 @@ class DecoderStack:
         unmasked = dense and documents_BT is None and (implementation == "sdpa" or queries == 1)
         masks: dict[str, Tensor | None] = {}
         for kind in set(self.layer_types):
-            if kind == "full_attention" or reach <= self._window:
-                masks[kind] = None if unmasked else mask(causal)
-            else:
+            if kind == "sliding_attention" and self._window and reach > self._window:
                 masks[kind] = mask(sliding_window(self._window))
+            else:
+                masks[kind] = None if unmasked else mask(causal)
         return Attention(position_ids_BT, self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT), masks)
 
     def run(
@@ -128,7 +128,7 @@ def slice_error(base: PreTrainedModel, num_tokens: int = 24) -> float:
     divided by the largest |logit|. About 1e-6 for float32 models whose family the slices reproduce.
     """
     stack = DecoderStack(base)
-    device = base.get_input_embeddings().weight.device
+    device = base.device
     generator = torch.Generator().manual_seed(0)
     ids_BT = torch.randint(0, base.config.vocab_size, (1, num_tokens), generator=generator).to(device)
     was_training = base.training

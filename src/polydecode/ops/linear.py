@@ -77,7 +77,7 @@ def fast_linear(model: nn.Module) -> Iterator[None]:
                 type(module) is nn.Linear and module.weight.device.type == "cpu" and "forward" not in vars(module)
             )
             if eligible and module.weight.dtype in (torch.float32, torch.bfloat16):
-                module.forward = _FewRowsForward(module)  # type: ignore[method-assign]
+                module.forward = _FewRowsForward(module)  # type: ignore
                 patched.append(module)
     try:
         yield

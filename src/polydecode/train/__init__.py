@@ -121,7 +121,9 @@ def _check_same_weights(model: ParallelDecoder, config: TrainConfig) -> None:
     expected = load_base(config.adapter_source, torch.float32).state_dict()
     actual = model.base.state_dict()
     if expected.keys() != actual.keys() or not all(torch.equal(actual[k], expected[k]) for k in expected):
-        raise UserError(f"{config.adapter_source!r} has other weights than {config.checkpoint!r}: leave out adapter_source")
+        raise UserError(
+            f"{config.adapter_source!r} has other weights than {config.checkpoint!r}: leave out adapter_source"
+        )
 
 
 def _report_parameters(model: ParallelDecoder) -> None:

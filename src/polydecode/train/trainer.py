@@ -50,7 +50,7 @@ class DecoderTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
-            chosen = optimizer if optimizer is not None else self.optimizer
+            chosen: Any = optimizer if optimizer is not None else self.optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, self.budget.factor)
         return self.lr_scheduler
 
@@ -91,6 +91,7 @@ class DecoderTrainer(Trainer):
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Token-weighted loss and the method's averages over the held-out examples, with fixed draws."""
+        assert self.model is not None
         self.model.eval()
         sums: dict[str, float] = {}
         loss = 0.0

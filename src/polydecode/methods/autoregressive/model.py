@@ -63,17 +63,14 @@ class AutoregressiveModel(ParallelDecoder):
         starts = [state.lengths[b] for b in rows]
         pass_ = append(state.cache, starts, [s + 1 for s in starts], rows, device)
         state.cache.plan(pass_.plan)
-        everyone = pass_.plan.rows_R is None
-        last_R1 = (state.last_B if everyone else state.last_B[pass_.plan.rows_R])[:, None]
+        rows_R = pass_.plan.rows_R
+        last_R1 = (state.last_B if rows_R is None else state.last_B[rows_R])[:, None]
         stack = self.stack
         hidden_R1D = stack.embed(last_R1)
         attention = stack.attention(hidden_R1D, pass_.position_ids_RT, pass_.key_positions_1K, dense=pass_.dense)
         hidden_R1D = stack.run(hidden_R1D, 0, stack.num_layers, attention, state.cache)
         logits_RV = stack.head(stack.norm(hidden_R1D[:, 0]))
-        if everyone:
-            state.logits_BV = logits_RV
-        else:
-            state.logits_BV = state.logits_BV.index_copy(0, pass_.plan.rows_R, logits_RV)
+        state.logits_BV = logits_RV if rows_R is None else state.logits_BV.index_copy(0, rows_R, logits_RV)
         for b in rows:
             state.lengths[b] += 1
 
