@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from polydecode.errors import UserError
-from polydecode.methods.base import left_aligned
+from polydecode.methods.batch import left_aligned
 from polydecode.ops.sampling import RowGenerators
 from tiny import (
     batch_of,

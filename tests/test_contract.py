@@ -7,7 +7,8 @@ import torch
 
 from polydecode.errors import UserError
 from polydecode.methods import get_method, method_names, method_summary
-from polydecode.methods.base import Batch, LossOutput, ParallelDecoder, ParallelDecoderConfig, Score, Step
+from polydecode.methods.base import ParallelDecoder, ParallelDecoderConfig
+from polydecode.methods.batch import Batch, LossOutput, Score, Step
 from polydecode.ops.sampling import RowGenerators
 from tiny import SETTINGS, batch_of, greedy, hf_greedy, padded, random_rows, tiny_base, tiny_model
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polydecode.errors import UserError
-from polydecode.methods.base import Batch
+from polydecode.methods.batch import Batch
 from polydecode.methods.dmtd.phase import PROMPT, phases
 from polydecode.ops.losses import token_cross_entropy
 from polydecode.ops.sampling import RowGenerators

@@ -1,5 +1,7 @@
 """The decode loop: like transformers where they overlap, one loop for every method."""
 
+import shutil
+
 import pytest
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -7,6 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from polydecode.convert import convert
 from polydecode.errors import UserError
+from polydecode.ops import native
 from polydecode.ops.linear import few_rows_product
 from tiny import tiny_base
 from tiny_tokenizer import tiny_tokenizer
@@ -191,3 +194,34 @@ def test_few_rows_product_is_the_product(dtype, rows):
     x, w = torch.randn(rows, 96).to(dtype), torch.randn(5000, 96).to(dtype)
     tolerance = 1e-4 if dtype == torch.float32 else 0.25  # a bfloat16 unit at |x.w| about 30 is 0.125
     torch.testing.assert_close(few_rows_product(x, w).float(), x.float() @ w.float().t(), atol=tolerance, rtol=0)
+
+
+def test_few_rows_without_a_compiler_is_the_same_product(monkeypatch):
+    """Pins: a machine without a C compiler failing, or getting another product."""
+    x, w = torch.randn(5, 96).bfloat16(), torch.randn(333, 96).bfloat16()
+    native.few_rows_kernel.cache_clear()
+    monkeypatch.setenv("POLYDECODE_NATIVE", "0")
+    assert native.few_rows_kernel() is None
+    portable = few_rows_product(x, w)
+    monkeypatch.delenv("POLYDECODE_NATIVE")
+    native.few_rows_kernel.cache_clear()
+    torch.testing.assert_close(portable.float(), few_rows_product(x, w).float(), atol=0.25, rtol=0)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_kernel_is_compiled_once_and_survives_a_broken_cache(monkeypatch, tmp_path):
+    """Pins: a kernel compiled at every start, or a damaged cached library taken for one that works."""
+    monkeypatch.setenv("POLYDECODE_CACHE", str(tmp_path))
+    monkeypatch.delenv("POLYDECODE_NATIVE", raising=False)
+    native.few_rows_kernel.cache_clear()
+    assert native.few_rows_kernel() is not None
+    (library,) = (tmp_path / "kernels").glob("*.so")
+    made = library.stat().st_mtime_ns
+    native.few_rows_kernel.cache_clear()
+    assert native.few_rows_kernel() is not None
+    assert library.stat().st_mtime_ns == made
+    library.unlink()
+    library.write_bytes(b"broken")
+    native.few_rows_kernel.cache_clear()
+    assert native.few_rows_kernel() is not None
+    native.few_rows_kernel.cache_clear()

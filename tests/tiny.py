@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from polydecode.methods import get_method
-from polydecode.methods.base import Batch, ParallelDecoder
+from polydecode.methods.base import ParallelDecoder
+from polydecode.methods.batch import Batch
 
 VOCAB = 61
 LAYERS = 5

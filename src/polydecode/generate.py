@@ -17,7 +17,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 from transformers.generation.streamers import BaseStreamer
 
 from polydecode.errors import UserError, unknown_name
-from polydecode.methods.base import ParallelDecoder, Step
+from polydecode.methods.base import ParallelDecoder
+from polydecode.methods.batch import Step
 from polydecode.ops.linear import fast_linear
 from polydecode.ops.sampling import RowGenerators, check_sampling, draw, is_sampling, mix_seed, warpers
 

@@ -8,7 +8,6 @@ another name and renamed, so a killed run leaves nothing and two runs at once do
 
 import hashlib
 import json
-import os
 import shutil
 import time
 from functools import lru_cache
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polydecode.auto.folders import PARTIAL, save_tokenizer, told, whole_folder, write_json
+from polydecode.config import cache_folder
 from polydecode.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,14 +24,6 @@ if TYPE_CHECKING:
 FORMAT = 1
 MANIFEST = "polydecode_manifest.json"
 STALE_AFTER_S = 3600.0
-
-
-def cache_folder() -> Path:
-    """Where converted models are kept: $POLYDECODE_CACHE, or the platform's cache folder for polydecode."""
-    import platformdirs
-
-    given = os.environ.get("POLYDECODE_CACHE")
-    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("polydecode"))
 
 
 def dense_folder(file: Path) -> Path:

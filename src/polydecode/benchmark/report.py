@@ -44,7 +44,8 @@ def heading(setup: dict[str, Any], machine: Machine) -> str:
         f"{setup['checkpoint']}: {setup['dtype']}, batch {setup['batch_size']}, {setup['prompt_tokens']} prompt tokens, "
         f"median of {setup['repeats']} interleaved rounds\n"
         f"{machine.device_name} ({machine.device}, {machine.threads} threads), torch {machine.torch}, "
-        f"transformers {machine.transformers}, polydecode {machine.polydecode}\n"
+        f"transformers {machine.transformers}, polydecode {machine.polydecode}; "
+        f"few-row products: {setup['few_row_products']}\n"
         "tokens/s counts the prompt's forward; ms/token and 'after first' do not; ratios are to autoregressive"
     )
 

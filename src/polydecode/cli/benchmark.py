@@ -54,6 +54,7 @@ def run(values: Namespace) -> Result:
     from polydecode.benchmark import report
     from polydecode.benchmark.decoding import check_measure, combinations, measure, random_prompt
     from polydecode.benchmark.machine import describe_machine
+    from polydecode.ops.linear import few_rows_route
 
     options = options_of(BenchmarkOptions, values)
     lengths = options.lengths or [options.new_tokens]
@@ -78,6 +79,7 @@ def run(values: Namespace) -> Result:
         "batch_size": options.batch_size,
         "prompt_tokens": prompt.shape[1],
         "repeats": options.repeats,
+        "few_row_products": few_rows_route(model.dtype) if model.device.type == "cpu" else "torch",
     }
     machine = describe_machine(model.device)
     text = [report.heading(setup, machine), "", table(*report.as_rows(summaries)), *report.notes(summaries)]

@@ -10,7 +10,6 @@ Legend: B rows, T tokens, K most tokens a step commits, D width, V vocabulary.
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,72 +27,13 @@ from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from polydecode.errors import UserError, unknown_name
+from polydecode.methods.batch import Batch, LossOutput, Score, Step
 from polydecode.ops.layers import DecoderStack
 from polydecode.ops.sampling import RowGenerators
 
 State = Any
 Choose = Callable[[Tensor], Tensor]
 """The sampler as a function: logits (B, V) -> token ids (B,)."""
-
-
-@dataclass
-class Batch:
-    """Token rows with what a loss needs to know about them; every tensor is (B, T).
-
-    `attention_mask`: real tokens, padding on the right. `is_prompt`: context that is given, not produced. `loss_mask`: the
-    tokens that are targets. `document_ids`: which document of a packed row a token belongs to (None: one per row); text
-    without a prompt has `is_prompt` false everywhere.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    is_prompt: Tensor
-    loss_mask: Tensor
-    document_ids: Tensor | None = None
-    example_ids: Tensor | None = None
-
-    def position_ids(self) -> Tensor:
-        """Positions (B, T) counted from the start of each document."""
-        index_T = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
-        if self.document_ids is None:
-            return index_T[None].expand_as(self.input_ids)
-        changed_BT = torch.ones_like(self.input_ids, dtype=torch.bool)
-        changed_BT[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
-        starts_BT = torch.where(changed_BT, index_T, 0).cummax(1).values
-        return index_T - starts_BT
-
-    def predicted(self) -> Tensor:
-        """Targets (B, T) that a token before them in their document can predict: not a document's first token."""
-        return self.loss_mask.bool() & (self.position_ids() > 0)
-
-
-@dataclass
-class LossOutput:
-    """`loss`: mean over the batch's `num_targets` targets, with gradient. `sums`: detached named sums for logging, where
-    a name `x` is reported as sums["x"] / sums["x_count"] when there is such a count."""
-
-    loss: Tensor
-    num_targets: int
-    sums: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass
-class Step:
-    """Tokens committed by one step: `tokens` (B, K), of which the first `num_committed` (B,) of each row are real.
-    `forwards`: what the step cost, in forwards of the whole model."""
-
-    tokens: Tensor
-    num_committed: Tensor
-    forwards: float
-
-
-@dataclass
-class Score:
-    """`log_likelihood` (B,): sum over each row's targets, natural log. `exact`: False for a stated estimate."""
-
-    log_likelihood: Tensor
-    num_targets: Tensor
-    exact: bool
 
 
 class ParallelDecoderConfig(PreTrainedConfig):
@@ -315,42 +255,6 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
 
 
 _SHIM = "modeling_polydecode"
-
-
-@dataclass
-class Rows:
-    """Prompt rows moved to the left: row b holds its `length_B[b]` real tokens first, then padding that is never read."""
-
-    input_ids_BP: Tensor
-    length_B: Tensor
-
-    @property
-    def equal(self) -> bool:
-        """Whether all rows have the same length."""
-        return bool((self.length_B == self.input_ids_BP.shape[1]).all())
-
-
-def left_aligned(input_ids: Tensor, attention_mask: Tensor | None) -> Rows:
-    """Rows with their real tokens first, whatever side the padding was on, so that slot = position in every row.
-
-    Raises `UserError` for empty prompts and for shapes or values that are no mask.
-    """
-    if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.shape[0] == 0:
-        raise UserError(
-            f"input_ids has shape {tuple(input_ids.shape)}; it must be (rows, tokens) with at least one token"
-        )
-    if attention_mask is None:
-        return Rows(input_ids, input_ids.new_full((input_ids.shape[0],), input_ids.shape[1]))
-    if attention_mask.shape != input_ids.shape:
-        raise UserError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}; they must be equal"
-        )
-    real_BP = attention_mask.to(input_ids.device).bool()
-    length_B = real_BP.sum(1)
-    if not bool((length_B > 0).all()):
-        raise UserError("a row of attention_mask is all zeros: every prompt needs at least one token")
-    order_BP = torch.argsort((~real_BP).to(torch.int8), dim=1, stable=True)
-    return Rows(input_ids.gather(1, order_BP)[:, : int(length_B.max())], length_B)
 
 
 def write_generation_config(model: ParallelDecoder) -> None:

@@ -1,11 +1,11 @@
 """Matrix products of few rows on CPUs without bfloat16 arithmetic.
 
-Decoding multiplies every weight by 1 to some tens of rows. Where the CPU has no bfloat16 units, torch's bfloat16 product
-reads the weights once per row, so that a pass over 4 tokens costs as much as 4 passes. `fast_linear` widens the weight to
-float32 once, in a buffer that stays in the cache, and multiplies there: a row costs little more, and long prompts become
-several times faster. The sums are float32 instead of bfloat16-rounded, so results differ by bfloat16 rounding.
-In float32 it orders the operands the way the vendor's kernel is fast for few rows. On GPUs and on CPUs with bfloat16 units
-it does nothing.
+Decoding multiplies every weight by 1 to some tens of rows. Where the CPU has no bfloat16 units, torch's bfloat16 product widens
+every weight once per row, so that a pass over 4 tokens costs as much as 4 passes. `fast_linear` takes another route: up to
+some rows a small C kernel that widens a weight once for all rows (`ops/native.py`); for more rows, or without a compiler, the
+weight is widened to float32 in a buffer that stays in the cache, and multiplied there. Sums are float32, so results differ
+from torch's by bfloat16 rounding. In float32 it orders the operands the way the vendor's kernel is fast for few rows. On GPUs
+and on CPUs with bfloat16 units it does nothing.
 
 Legend: N rows, I input width, O output width.
 """
@@ -19,7 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polydecode.ops.native import few_rows_kernel
+
 _FEW_ROWS = 16
+_NATIVE_ROWS = 12
 _CHUNK_VALUES = 2**21
 _local = threading.local()
 
@@ -30,11 +33,23 @@ def has_bfloat16_units() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) if torch.backends.mkldnn.is_available() else False
 
 
+def few_rows_route(dtype: torch.dtype) -> str:
+    """How few-row products are done on this CPU in `dtype`, in words for a report."""
+    if has_bfloat16_units() or dtype not in (torch.float32, torch.bfloat16):
+        return "torch"
+    if dtype == torch.float32:
+        return "reordered"
+    return "native kernel" if few_rows_kernel() is not None else "widened weights"
+
+
 def few_rows_product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     """x @ weight^T, (N, O) in x's dtype, by the faster route for this dtype and number of rows."""
     rows = x_NI.shape[0]
     if x_NI.dtype == torch.float32:
         return torch.mm(weight_OI, x_NI.t()).t() if 1 < rows <= _FEW_ROWS else F.linear(x_NI, weight_OI)
+    kernel = few_rows_kernel() if rows <= _NATIVE_ROWS else None
+    if kernel is not None and weight_OI.is_contiguous():
+        return kernel(x_NI, weight_OI)
     if rows <= 2:
         return F.linear(x_NI, weight_OI)
     wide_IN = x_NI.float().t()

@@ -15,7 +15,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from polydecode.config import TrainConfig
 from polydecode.data import Collator, Examples
-from polydecode.methods.base import Batch, LossOutput, ParallelDecoder
+from polydecode.methods.base import ParallelDecoder
+from polydecode.methods.batch import Batch, LossOutput
 from polydecode.ops.sampling import RowGenerators, mix_seed
 from polydecode.train.budget import Budget
 from polydecode.train.progress import ProgressReport

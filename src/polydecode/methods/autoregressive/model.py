@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from polydecode.methods.autoregressive.config import AutoregressiveConfig
-from polydecode.methods.base import Batch, Choose, LossOutput, ParallelDecoder, Score, Step, left_aligned
+from polydecode.methods.base import Choose, ParallelDecoder
+from polydecode.methods.batch import Batch, LossOutput, Score, Step, left_aligned
 from polydecode.ops.cache import KVCache, append, prompt_plan
 from polydecode.ops.losses import mean_or_zero, token_cross_entropy
 from polydecode.ops.sampling import RowGenerators

@@ -24,7 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polydecode.errors import UserError
-from polydecode.methods.base import Batch, Choose, LossOutput, ParallelDecoder, Score, Step, left_aligned
+from polydecode.methods.base import Choose, ParallelDecoder
+from polydecode.methods.batch import Batch, LossOutput, Score, Step, left_aligned
 from polydecode.methods.dmtd.config import DMTDConfig, check_cycle_length
 from polydecode.methods.dmtd.phase import PROMPT, phases
 from polydecode.ops.cache import KVCache, append, prompt_plan

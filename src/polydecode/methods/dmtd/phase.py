@@ -16,7 +16,7 @@ Legend: B rows, T tokens.
 import torch
 from torch import Tensor
 
-from polydecode.methods.base import Batch
+from polydecode.methods.batch import Batch
 from polydecode.ops.sampling import RowGenerators
 
 PROMPT = -1
