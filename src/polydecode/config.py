@@ -1,18 +1,8 @@
 """Settings of runs, each with its one default. What a method needs is in the method's own config."""
 
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from polydecode.errors import UserError
-
-
-def cache_folder() -> Path:
-    """Where converted GGUF files and compiled kernels are kept: $POLYDECODE_CACHE, or the platform's own cache folder."""
-    import platformdirs
-
-    given = os.environ.get("POLYDECODE_CACHE")
-    return Path(given).expanduser() if given else Path(platformdirs.user_cache_dir("polydecode"))
 
 
 @dataclass

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polydecode.auto.folders import PARTIAL, save_tokenizer, told, whole_folder, write_json
-from polydecode.config import cache_folder
 from polydecode.errors import UserError
+from polydecode.paths import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from polydecode.config import cache_folder
+from polydecode.paths import cache_folder
 
 _SOURCE = Path(__file__).with_name("few_rows.c")
 _FLAGS = ("-O3", "-march=native", "-ffast-math", "-funroll-loops", "-fopenmp", "-fPIC", "-shared")
