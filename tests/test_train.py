@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from polydecode.auto import load
@@ -102,6 +103,16 @@ def test_lora_writes_an_adapter_that_loads_merged(checkpoint, tmp_path, data):
     with torch.no_grad():
         assert (trained(ids).logits - start(ids).logits).abs().max() > 1e-3
     assert trained.config.method == start.config.method
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_weights_are_written_in_the_dtype_asked_for(checkpoint, tmp_path, data, lora_rank):
+    """Pins: save_dtype ignored, or a rounded adapter that no longer loads."""
+    train(config(checkpoint, tmp_path, data, lora_rank=lora_rank, save_dtype="bfloat16", max_steps=2))
+    file = "adapter_model.safetensors" if lora_rank else "model.safetensors"
+    with safe_open(tmp_path / "out" / file, "pt") as weights_file:
+        assert {weights_file.get_slice(k).get_dtype() for k in weights_file.keys()} == {"BF16"}  # noqa: SIM118
+    assert load(str(tmp_path / "out")).config.method == load(str(checkpoint)).config.method
 
 
 def test_adapter_can_name_the_source_its_checkpoint_came_from(checkpoint, tmp_path, data):

@@ -61,6 +61,7 @@ class TrainConfig(DataConfig):
         lora_rank: train low-rank adapters of this rank instead of all weights; 0 means all weights.
         lora_alpha: scale of the adapters; 0 means twice the rank.
         adapter_source: name this source in the adapter instead of the checkpoint; its weights must be the same.
+        save_dtype: dtype of the weights that are written: float32, bfloat16 or float16.
         seed: seed of data order and of every random draw.
         log_steps: steps between log lines.
         eval_steps: steps between evaluations; 0 means only at the end.
@@ -91,6 +92,7 @@ class TrainConfig(DataConfig):
     lora_rank: int = 0
     lora_alpha: int = 0
     adapter_source: str = ""
+    save_dtype: str = "float32"
     seed: int = 42
     log_steps: int = 10
     eval_steps: int = 0
@@ -112,10 +114,12 @@ class TrainConfig(DataConfig):
         for name in at_least_zero:
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 or more")
-        for name, allowed in (
-            ("schedule", ("cosine", "linear", "constant")),
-            ("dtype", ("auto", "float32", "bfloat16")),
-        ):
+        choices = {
+            "schedule": ("cosine", "linear", "constant"),
+            "dtype": ("auto", "float32", "bfloat16"),
+            "save_dtype": ("float32", "bfloat16", "float16"),
+        }
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:

@@ -17,6 +17,7 @@ import torch
 from transformers import set_seed
 
 from polydecode.auto import load, load_base, load_tokenizer
+from polydecode.auto.loading import cast_parameters
 from polydecode.config import TrainConfig
 from polydecode.convert import save_adapter, save_checkpoint
 from polydecode.data import Examples, load_examples, pad_token_id, split_held_out
@@ -80,10 +81,15 @@ def _write_result(
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     finished = out / ".finished"
+    dtype = getattr(torch, config.save_dtype)
     if adapter is not None:
+        for parameter in adapter.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
         source = config.adapter_source or config.checkpoint
         save_adapter(adapter, model, source, finished, tokenizer=tokenizer, overwrite=True)
     else:
+        cast_parameters(model, dtype)
         save_checkpoint(model, tokenizer, finished, overwrite=True)
     (finished / METRICS_FILE).write_text(json.dumps(report, indent=1))
     for file in sorted(
