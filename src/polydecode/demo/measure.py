@@ -22,8 +22,11 @@ ANSWER_TOKENS = 32
 
 @dataclass
 class Row:
-    """One line of the table. `accuracy`: share of exact answers, per task and over all. `kept`: accuracy relative to the
-    AR control. `speedup`: tokens/s relative to the AR control."""
+    """One line of the table.
+
+    `accuracy`: share of exact answers, per task and over all. `kept`, `speedup`: accuracy and tokens/s relative to the AR
+    control. `is_converted`: decoded by the converted model, not by an AR model.
+    """
 
     name: str
     accuracy: dict[str, float]
@@ -31,6 +34,7 @@ class Row:
     tokens_per_forward: float
     kept: float | None = None
     speedup: float | None = None
+    is_converted: bool = False
     answers: list[str] = field(default_factory=list, repr=False)
 
     def as_json(self) -> dict[str, Any]:

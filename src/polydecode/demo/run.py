@@ -136,6 +136,7 @@ def _measure(
     rows = [Row(name, accuracy(questions, answers[name]), *timed[name], answers=answers[name]) for name in ways]
     reference = rows[1]
     for row in rows[1:]:
+        row.is_converted = ways[row.name][0] is converted
         row.speedup = row.tokens_per_s / reference.tokens_per_s
         row.kept = row.accuracy["all"] / max(reference.accuracy["all"], 1e-9)
     return rows
