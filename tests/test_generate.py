@@ -179,6 +179,18 @@ def test_bad_calls_are_one_line(model, settings, says):
     assert "\n" not in str(error.value)
 
 
+def test_what_a_tokenizer_returns_can_be_given_whole(model):
+    """Pins: `model.generate(**tokenizer(text))` refused for token_type_ids."""
+    inputs = {
+        "input_ids": PROMPT,
+        "attention_mask": torch.ones_like(PROMPT),
+        "token_type_ids": torch.zeros_like(PROMPT),
+    }
+    assert torch.equal(
+        model.generate(**inputs, max_new_tokens=4, do_sample=False, eos_token_id=None), plain(model, max_new_tokens=4)
+    )
+
+
 def test_generation_config_of_the_caller_is_respected_and_untouched(model):
     """Pins: a GenerationConfig ignored, or changed under the caller's hands."""
     config = GenerationConfig(max_new_tokens=4, do_sample=False)

@@ -24,6 +24,8 @@ from polydecode.ops.sampling import RowGenerators, check_sampling, draw, is_samp
 
 DEFAULT_NEW_TOKENS = 128
 _UNSET = object()
+_FROM_TOKENIZERS = ("token_type_ids",)
+"""What some tokenizers return besides ids and mask; decoder-only models have no use for it."""
 
 
 @dataclass
@@ -250,7 +252,7 @@ def _config(model: ParallelDecoder, given: GenerationConfig | None, kwargs: dict
     source = given if given is not None else model.generation_config
     config = GenerationConfig.from_dict(source.to_dict() if source is not None else {})
     for name, value in kwargs.items():
-        if name in model.OPTIONS:
+        if name in model.OPTIONS or name in _FROM_TOKENIZERS:
             continue
         if not hasattr(config, name):
             raise unknown_name("generation setting", name, [*_common_settings(), *model.OPTIONS])
