@@ -26,7 +26,10 @@ from polydecode.methods.batch import Batch
 VOCAB = 61
 LAYERS = 5
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-SETTINGS = {"dmtd": {"num_decoding_layers": 2, "cycle_length": 3}}
+SETTINGS = {
+    "dmtd": {"num_decoding_layers": 2, "cycle_length": 3},
+    "block_diffusion": {"block_size": 4, "mask_token_id": 60, "fill_last_block": False},
+}
 """Settings that fit a method to the tiny base model; methods that need none are not listed."""
 
 
@@ -135,9 +138,9 @@ class Forced:
         return self.tokens_BN[:, len(self.logits) - 1]
 
 
-def greedy(logits_BV: Tensor) -> Tensor:
+def greedy(logits_NV: Tensor, rows: list[int] | None = None) -> Tensor:
     """The most likely token."""
-    return logits_BV.argmax(-1)
+    return logits_NV.argmax(-1)
 
 
 @torch.no_grad()

@@ -137,7 +137,8 @@ def _ways(model: ParallelDecoder, input_ids: Tensor, options: Sequence[dict[str,
         model.check_options(chosen)
         if model.config.method == BASELINE:
             continue
-        predicted = (model.forwards_per_token(**chosen), model.forwards_per_token(count_head=True, **chosen))
+        plain, with_head = model.forwards_per_token(**chosen), model.forwards_per_token(count_head=True, **chosen)
+        predicted = (plain, with_head) if plain and with_head else None
         ways.append(_Way(model.config.method, chosen, partial(_run, model, input_ids, options=chosen), predicted))
     return ways
 

@@ -9,9 +9,8 @@ Legend: B rows, T tokens, K most tokens a step commits, D width, V vocabulary.
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +31,13 @@ from polydecode.ops.layers import DecoderStack
 from polydecode.ops.sampling import RowGenerators
 
 State = Any
-Choose = Callable[[Tensor], Tensor]
-"""The sampler as a function: logits (B, V) -> token ids (B,)."""
+
+
+class Choose(Protocol):
+    """The sampler as a function: logits (N, V) -> token ids (N,). `rows` says which row of the batch each belongs to, in
+    rising order, where a row has several or none; without it there is one for each row."""
+
+    def __call__(self, logits_NV: Tensor, rows: list[int] | None = None) -> Tensor: ...
 
 
 class ParallelDecoderConfig(PreTrainedConfig):
@@ -93,6 +97,8 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """Keyword arguments of `prefill` that a caller may set per call (and per row)."""
+    TRAINS_EMBEDDINGS: ClassVar[bool] = False
+    """Whether training this method changes embeddings, head and (beside low-rank adapters) norms, unless told otherwise."""
 
     def __init__(self, config: ParallelDecoderConfig, base: PreTrainedModel | None = None):
         super().__init__(config)
@@ -128,12 +134,25 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
         """The training loss; every random draw of row b comes from `generator.row(b)`."""
         raise NotImplementedError
 
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> State:
-        """Read the prompts (B, P) in one forward; `options` are the method's OPTIONS."""
+    def num_targets(self, batch: Batch, generator: RowGenerators) -> int:
+        """How many targets `loss` averages over, given the same generator; cheap, on the CPU."""
+        return int(batch.predicted().sum())
+
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        seeds: list[int] | None = None,
+        **options: Any,
+    ) -> State:
+        """Read the prompts (B, P) in one forward; `options` are the method's OPTIONS.
+
+        `seeds`: one per row, for a method that draws at random beyond the sampler.
+        """
         raise NotImplementedError
 
     def step(self, state: State, choose: Choose) -> Step:
-        """Commit 1..K tokens per row. The first step after `prefill` uses its logits and costs no forward."""
+        """Commit tokens, and hand out 0..K per row. Where `prefill` gives logits the first step costs no forward."""
         raise NotImplementedError
 
     def keep_rows(self, state: State, rows: Tensor) -> State:
@@ -159,8 +178,9 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
         summed_BD = (self.hidden(batch).float() * real_BT1).sum(1)
         return summed_BD / real_BT1.sum(1).clamp_min(1)
 
-    def forwards_per_token(self, count_head: bool = False, **options: Any) -> float:
-        """Predicted cost of a token in forwards of the whole model; `count_head` counts the head's weights too."""
+    def forwards_per_token(self, count_head: bool = False, **options: Any) -> float | None:
+        """Predicted cost of a token in forwards of the whole model; None where it depends on the text. `count_head` counts
+        the head's weights too."""
         raise NotImplementedError
 
     @classmethod

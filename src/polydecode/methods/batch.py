@@ -54,12 +54,15 @@ class LossOutput:
 
 @dataclass
 class Step:
-    """Tokens committed by one step: `tokens` (B, K), of which the first `num_committed` (B,) of each row are real.
-    `forwards`: what the step cost, in forwards of the whole model."""
+    """Tokens handed out by one step: `tokens` (B, K), of which the first `num_committed` (B,) of each row are real; a method
+    that fills places out of order may have none for a row now and then. `forwards`: what the step cost, in forwards of the
+    whole model. `drafts`: per row the tokens after those, as far as they are known, for a display; None where there are none.
+    """
 
     tokens: Tensor
     num_committed: Tensor
     forwards: float
+    drafts: list[list[int]] | None = None
 
 
 @dataclass

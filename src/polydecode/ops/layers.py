@@ -10,6 +10,7 @@ Legend: B rows, T tokens, K keys, D width, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,16 @@ from transformers import PreTrainedModel
 
 from polydecode.errors import UserError
 from polydecode.ops.cache import KVCache
-from polydecode.ops.masks import Predicate, causal, materialise, same_document, sliding_window
+from polydecode.ops.masks import (
+    Pattern,
+    Predicate,
+    causal,
+    mask_of,
+    materialise,
+    same_document,
+    sliding_window,
+    two_sided_window,
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Attention:
 
     position_ids_BT: Tensor
     position_embeddings: tuple[Tensor, Tensor]
-    masks: dict[str, Tensor | None]
+    masks: dict[str, Any]
 
 
 class DecoderStack:
@@ -86,6 +96,32 @@ class DecoderStack:
                 masks[kind] = mask(sliding_window(self._window))
             else:
                 masks[kind] = None if unmasked else mask(causal)
+        return Attention(position_ids_BT, self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT), masks)
+
+    def patterned(
+        self,
+        hidden_BTD: Tensor,
+        position_ids_BT: Tensor,
+        pattern: Pattern,
+        key_positions_BK: Tensor | None = None,
+    ) -> Attention:
+        """Attention by `pattern` instead of causality, for queries at `position_ids_BT` over keys at `key_positions_BK` (None:
+        the queries are the keys). Layers with a sliding window also keep to it, on both sides.
+        """
+        implementation, device = self.config._attn_implementation, hidden_BTD.device
+        position_ids_BT = position_ids_BT.expand(hidden_BTD.shape[:2])
+        keys_BK = position_ids_BT if key_positions_BK is None else key_positions_BK.expand(len(hidden_BTD), -1)
+        shape = (*position_ids_BT.shape, keys_BK.shape[1])
+        masks: dict[str, Any] = {}
+        for kind in set(self.layer_types):
+            chosen = pattern
+            if kind == "sliding_attention" and self._window and keys_BK.shape[1] > self._window:
+                near = two_sided_window(self._window)
+
+                def chosen(b: Tensor, q: Tensor, k: Tensor, near: Predicate = near) -> Tensor:
+                    return pattern(b, q, k) & near(position_ids_BT[b, q], keys_BK[b, k])
+
+            masks[kind] = mask_of(chosen, shape, implementation, hidden_BTD.dtype, device)
         return Attention(position_ids_BT, self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT), masks)
 
     def run(

@@ -1,13 +1,16 @@
 """Attention patterns as predicates of query and key, and the one place that turns them into a mask.
 
-A predicate takes index tensors that broadcast to (B, Q, K) and answers True where the query may read the key. The same
-predicate serves SDPA (boolean mask) and eager attention (additive mask): a boolean mask handed to eager attention is
-added to the scores and silently gives wrong logits, so `materialise` owns that conversion.
+A predicate takes positions that broadcast to (B, Q, K) and answers True where the query may read the key. A `Pattern` takes
+row, query and key numbers instead and looks up what it needs; it serves attention whose rule is not one of positions, and
+FlexAttention. The same function serves SDPA (boolean mask), eager attention (additive mask) and FlexAttention (BlockMask): a
+boolean mask handed to eager attention is added to the scores and silently gives wrong logits, so this file owns the
+conversion.
 
 Legend: B rows, Q queries, K keys.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +18,8 @@ from torch import Tensor
 from polydecode.errors import UserError
 
 Predicate = Callable[[Tensor, Tensor], Tensor]
+Pattern = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(row, query, key) numbers, as tensors that broadcast to (B, Q, K) or as single numbers -> may the query read the key."""
 
 
 def causal(q: Tensor, k: Tensor) -> Tensor:
@@ -56,6 +61,33 @@ def same_document(allowed: Predicate, document_q: Tensor, document_k: Tensor) ->
     return lambda q, k: allowed(q, k) & (document_q == document_k)
 
 
+def two_sided_window(window: int) -> Predicate:
+    """A token reads what is less than `window` tokens away, on either side; the window of a model that reads its block.
+
+    For 4 tokens and window 2::
+
+        1 1 0 0
+        1 1 1 0
+        0 1 1 1
+        0 0 1 1
+    """
+    return lambda q, k: (q - k).abs() < window
+
+
+def mask_of(
+    pattern: Pattern, shape: tuple[int, int, int], implementation: str, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """The mask of `pattern` over (B, Q, K) for an attention `implementation`: see `materialise`; for "flex_attention" a
+    BlockMask, which never holds the grid."""
+    rows, queries, keys = shape
+    if implementation == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        return create_block_mask(lambda b, h, q, k: pattern(b, q, k), rows, None, queries, keys, device=str(device))
+    b, q, k = (torch.arange(n, device=device) for n in shape)
+    return materialise(pattern(b[:, None, None], q[:, None], k).expand(shape), implementation, dtype)
+
+
 def materialise(allowed_BQK: Tensor, implementation: str, dtype: torch.dtype) -> Tensor:
     """The mask (B, 1, Q, K) that the attention `implementation` expects: boolean for SDPA, additive for eager.
 
@@ -69,6 +101,6 @@ def materialise(allowed_BQK: Tensor, implementation: str, dtype: torch.dtype) ->
         additive_B1QK = torch.zeros(mask_B1QK.shape, dtype=dtype, device=mask_B1QK.device)
         return additive_B1QK.masked_fill_(~mask_B1QK, torch.finfo(dtype).min)
     raise UserError(
-        f"attention implementation {implementation!r} is not supported here (allowed: eager, sdpa); "
+        f"attention implementation {implementation!r} is not supported here (allowed: eager, sdpa, flex_attention); "
         "load the model with attn_implementation='sdpa'"
     )

@@ -3,7 +3,7 @@
 Every row of a batch draws from its own generator, so what a row gets depends on its seed alone and never on its
 neighbours, on the batch split, on workers or on ranks.
 
-Legend: B rows, V vocabulary.
+Legend: N logits, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -94,15 +94,15 @@ def check_sampling(config: GenerationConfig) -> None:
             raise UserError(f"{name} is {value}; it must be {allowed}")
 
 
-def draw(scores_BV: Tensor, generators: RowGenerators | None) -> Tensor:
-    """Token ids (B,): the most likely token when `generators` is None, else one draw per row from softmax(scores).
+def draw(scores_NV: Tensor, generators: RowGenerators | None, rows: Sequence[int] | None = None) -> Tensor:
+    """Token ids (N,): the most likely token when `generators` is None, else one draw each from softmax(scores).
 
-    The draw is Gumbel-max in float32, on the CPU's random numbers: argmax(scores + Gumbel noise).
+    `rows`: whose generator each draws from, in order; None means one of each row. The draw is Gumbel-max in float32, on the
+    CPU's random numbers: argmax(scores + Gumbel noise).
     """
-    if generators is None:
-        return scores_BV.argmax(-1)
-    uniform_BV = torch.stack(
-        [torch.rand(scores_BV.shape[-1], generator=generators.row(i)) for i in range(len(scores_BV))]
-    )
-    gumbel_BV = -torch.log(-torch.log(uniform_BV.clamp_(1e-20, 1 - 1e-7)))
-    return (scores_BV.float() + gumbel_BV.to(scores_BV.device)).argmax(-1)
+    if generators is None or not len(scores_NV):
+        return scores_NV.argmax(-1)
+    owners = range(len(scores_NV)) if rows is None else rows
+    uniform_NV = torch.stack([torch.rand(scores_NV.shape[-1], generator=generators.row(i)) for i in owners])
+    gumbel_NV = -torch.log(-torch.log(uniform_NV.clamp_(1e-20, 1 - 1e-7)))
+    return (scores_NV.float() + gumbel_NV.to(scores_NV.device)).argmax(-1)

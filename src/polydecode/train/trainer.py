@@ -56,10 +56,11 @@ class DecoderTrainer(Trainer):
         return self.lr_scheduler
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Any:
-        """Targets of the whole global batch: the first token of a row is never one."""
+        """Targets of the whole global batch, as the method counts them."""
         if not batch_samples:
             return None
-        count = torch.tensor(sum(int(b["loss_mask"][:, 1:].sum()) for b in batch_samples), device=device)
+        counts = (self._decoder().num_targets(*self._batch_and_noise(inputs)) for inputs in batch_samples)
+        count = torch.tensor(sum(counts), device=device)
         if self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
         return count
@@ -67,7 +68,7 @@ class DecoderTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        output = self._loss_output(model, inputs, epoch=int(self.state.epoch or 0))
+        output = self._loss_output(model, inputs, epoch=None)
         self.budget.tokens += int(inputs["attention_mask"].sum()) * self.args.world_size
         for name, value in {**output.sums, "targets": output.num_targets}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
@@ -75,11 +76,22 @@ class DecoderTrainer(Trainer):
             return output.loss
         return output.loss * output.num_targets / num_items_in_batch * self.args.world_size
 
-    def _loss_output(self, model: Any, inputs: dict[str, Tensor], epoch: int) -> LossOutput:
+    def _loss_output(self, model: Any, inputs: dict[str, Tensor], epoch: int | None) -> LossOutput:
+        batch, generator = self._batch_and_noise(inputs, epoch)
+        return model(batch=batch, generator=generator)
+
+    def _batch_and_noise(self, inputs: dict[str, Tensor], epoch: int | None = None) -> tuple[Batch, RowGenerators]:
+        """The batch and its generators, by (seed, epoch, example); `epoch` None is the current one."""
         batch = Batch(**inputs)
         assert batch.example_ids is not None
-        seeds = [mix_seed(self.run_config.seed, epoch, int(i)) for i in batch.example_ids]
-        return model(batch=batch, generator=RowGenerators(seeds))
+        epoch = int(self.state.epoch or 0) if epoch is None else epoch
+        return batch, RowGenerators([mix_seed(self.run_config.seed, epoch, int(i)) for i in batch.example_ids])
+
+    def _decoder(self) -> ParallelDecoder:
+        """The model without distributed wrappers."""
+        model = self.accelerator.unwrap_model(self.model)
+        assert isinstance(model, ParallelDecoder)
+        return model
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -37,7 +37,13 @@ class AutoregressiveModel(ParallelDecoder):
 
     config_class = AutoregressiveConfig
 
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> AutoregressiveState:
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        seeds: list[int] | None = None,
+        **options: Any,
+    ) -> AutoregressiveState:
         self.check_options(options)
         rows = left_aligned(input_ids, attention_mask)
         num_rows, width = rows.input_ids_BP.shape

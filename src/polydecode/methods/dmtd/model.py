@@ -165,7 +165,13 @@ class DMTDModel(ParallelDecoder):
             check_cycle_length(length)
         return lengths
 
-    def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> DMTDState:
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        seeds: list[int] | None = None,
+        **options: Any,
+    ) -> DMTDState:
         self.check_options(options)
         cycle_lengths = self._cycle_lengths(options.get("cycle_length"), len(input_ids))
         rows = left_aligned(input_ids, attention_mask)

@@ -16,16 +16,12 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from polydecode.errors import UserError, unknown_name
+from polydecode.errors import UserError
+from polydecode.generate.request import UNSET, Request, check_context, check_prompt, resolve
 from polydecode.methods.base import ParallelDecoder
 from polydecode.methods.batch import Step
 from polydecode.ops.linear import fast_linear
-from polydecode.ops.sampling import RowGenerators, check_sampling, draw, is_sampling, mix_seed, warpers
-
-DEFAULT_NEW_TOKENS = 128
-_UNSET = object()
-_FROM_TOKENIZERS = ("token_type_ids",)
-"""What some tokenizers return besides ids and mask; decoder-only models have no use for it."""
+from polydecode.ops.sampling import RowGenerators, draw, is_sampling, warpers
 
 
 @dataclass
@@ -51,20 +47,6 @@ class GenerateOutput:
         return sum(self.num_new_tokens) / max(len(self.num_new_tokens), 1) / max(self.forwards, 1e-9)
 
 
-@dataclass
-class _Request:
-    """A call's settings, resolved."""
-
-    config: GenerationConfig
-    eos: set[int]
-    pad: int
-    max_new_tokens: int
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    options: dict[str, Any]
-    seeds: list[int]
-
-
 def generate(
     model: ParallelDecoder,
     input_ids: Tensor | None = None,
@@ -76,7 +58,7 @@ def generate(
     tokenizer: PreTrainedTokenizerBase | None = None,
     seed: int | Sequence[int] | None = None,
     return_dict_in_generate: bool | None = None,
-    eos_token_id: Any = _UNSET,
+    eos_token_id: Any = UNSET,
     **kwargs: Any,
 ) -> Tensor | GenerateOutput:
     """Prompts and new tokens (B, P + N) int64; a `GenerateOutput` with `return_dict_in_generate=True`.
@@ -90,19 +72,22 @@ def generate(
     if input_ids is None:
         raise UserError("generate needs input_ids (rows, tokens)")
     input_ids = input_ids.to(model.device)
-    _check_prompt(model, input_ids)
-    request = _resolve(
+    check_prompt(model, input_ids)
+    request = resolve(
         model, input_ids, generation_config, logits_processor, stopping_criteria, tokenizer, seed, eos_token_id, kwargs
     )
-    _check_context(model, input_ids, attention_mask, request.max_new_tokens)
+    check_context(model, input_ids, attention_mask, request.max_new_tokens)
     if streamer is not None:
         if len(input_ids) > 1:
             raise UserError("a streamer takes one row at a time")
         streamer.put(input_ids.cpu())
+    put_draft = getattr(streamer, "put_draft", None)
     loop = _Loop(model, input_ids, attention_mask, request)
     for new_tokens in loop.run():
         if streamer is not None and new_tokens[0]:
             streamer.put(torch.tensor(new_tokens[0]))
+        if loop.draft and put_draft is not None:
+            put_draft(torch.tensor(loop.draft))
     if streamer is not None:
         streamer.end()
     output = loop.output()
@@ -113,7 +98,7 @@ def generate(
 class _Loop:
     """One call in progress. Rows leave the batch when they finish; `alive` maps batch rows to the caller's rows."""
 
-    def __init__(self, model: ParallelDecoder, input_ids: Tensor, attention_mask: Tensor | None, request: _Request):
+    def __init__(self, model: ParallelDecoder, input_ids: Tensor, attention_mask: Tensor | None, request: Request):
         self.model, self.input_ids, self.attention_mask, self.request = model, input_ids, attention_mask, request
         self.new: list[list[int]] = [[] for _ in input_ids]
         self.finish_reason = ["length"] * len(input_ids)
@@ -121,6 +106,7 @@ class _Loop:
         sampling = is_sampling(request.config)
         self.generators = RowGenerators(request.seeds) if sampling else None
         self.warpers: Any = warpers(request.config)
+        self.draft: list[int] = []
         self.stats = {"steps": 0, "forwards": 0.0, "ttft_s": 0.0, "elapsed_s": 0.0}
 
     def run(self) -> Iterator[list[list[int]]]:
@@ -132,12 +118,14 @@ class _Loop:
         started = time.perf_counter()
         try:
             with torch.inference_mode(), fast_linear(self.model):
-                state = self.model.prefill(self.input_ids, self.attention_mask, **self.request.options)
+                state = self.model.prefill(
+                    self.input_ids, self.attention_mask, self.request.seeds, **self.request.options
+                )
                 self.stats["forwards"] += 1
                 while self.alive:
                     step = self.model.step(state, self._choose)
                     new = self._commit(step)
-                    if self.stats["steps"] == 0:
+                    if self.stats["ttft_s"] == 0 and any(self.new):
                         self.stats["ttft_s"] = time.perf_counter() - started
                     self.stats["steps"] += 1
                     self.stats["forwards"] += step.forwards
@@ -147,15 +135,16 @@ class _Loop:
         finally:
             self.model.train(was_training)
 
-    def _choose(self, logits_BV: Tensor) -> Tensor:
-        """The sampler: processors see each row's tokens so far, then warpers, then one token per row."""
-        scores_BV = logits_BV.float()
+    def _choose(self, logits_NV: Tensor, rows: list[int] | None = None) -> Tensor:
+        """The sampler: processors see the row's tokens so far, then warpers, then one token each."""
+        scores_NV = logits_NV.float()
         processors: Any = self.request.processors
         if processors:
-            scores_BV = torch.cat(
-                [processors(self._so_far(row), scores_BV[i : i + 1]) for i, row in enumerate(self.alive)]
+            owners = range(len(scores_NV)) if rows is None else rows
+            scores_NV = torch.cat(
+                [processors(self._so_far(self.alive[i]), scores_NV[n : n + 1]) for n, i in enumerate(owners)]
             )
-        return draw(self.warpers(None, scores_BV), self.generators)
+        return draw(self.warpers(None, scores_NV), self.generators, rows)
 
     def _so_far(self, row: int) -> Tensor:
         prompt = self.input_ids[row]
@@ -166,6 +155,8 @@ class _Loop:
     def _commit(self, step: Step) -> list[list[int]]:
         """Append each row's committed tokens up to its end; tells what was appended."""
         appended: list[list[int]] = [[] for _ in self.new]
+        room = self.request.max_new_tokens - len(self.new[self.alive[0]])
+        self.draft = step.drafts[0][: max(room - int(step.num_committed[0]), 0)] if step.drafts else []
         tokens, counts = step.tokens.tolist(), step.num_committed.tolist()
         for i, row in enumerate(self.alive):
             for token in tokens[i][: counts[i]]:
@@ -212,134 +203,3 @@ class _Loop:
             elapsed_s=self.stats["elapsed_s"],
             finish_reason=self.finish_reason,
         )
-
-
-def _resolve(
-    model: ParallelDecoder,
-    input_ids: Tensor,
-    generation_config: GenerationConfig | None,
-    logits_processor: LogitsProcessorList | None,
-    stopping_criteria: StoppingCriteriaList | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-    seed: int | Sequence[int] | None,
-    eos_token_id: Any,
-    kwargs: dict[str, Any],
-) -> _Request:
-    config = _config(model, generation_config, kwargs)
-    options = {name: kwargs[name] for name in kwargs if name in model.OPTIONS and kwargs[name] is not None}
-    check_sampling(config)
-    max_new_tokens = _max_new_tokens(config, input_ids.shape[1])
-    if eos_token_id is _UNSET:
-        eos_token_id = config.eos_token_id
-    ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
-    pad = config.pad_token_id if config.pad_token_id is not None else (ids[0] if ids else 0)
-    config.eos_token_id = ids or None
-    processors, criteria = _processors(model, config, input_ids, logits_processor, stopping_criteria, tokenizer)
-    return _Request(
-        config=config,
-        eos=set(ids),
-        pad=int(pad),
-        max_new_tokens=max_new_tokens,
-        processors=processors,
-        criteria=criteria,
-        options=options,
-        seeds=_seeds(seed, len(input_ids)),
-    )
-
-
-def _config(model: ParallelDecoder, given: GenerationConfig | None, kwargs: dict[str, Any]) -> GenerationConfig:
-    """The generation settings of a call; a caller's `given` is copied, names that are no setting are refused."""
-    source = given if given is not None else model.generation_config
-    config = GenerationConfig.from_dict(source.to_dict() if source is not None else {})
-    for name, value in kwargs.items():
-        if name in model.OPTIONS or name in _FROM_TOKENIZERS:
-            continue
-        if not hasattr(config, name):
-            raise unknown_name("generation setting", name, [*_common_settings(), *model.OPTIONS])
-        setattr(config, name, value)
-    if getattr(config, "num_beams", 1) not in (None, 1):
-        raise UserError("beam search is not supported: a cycle or block commits tokens it cannot take back")
-    if getattr(config, "num_return_sequences", 1) not in (None, 1):
-        raise UserError("num_return_sequences is not supported; repeat the prompt rows instead")
-    if config.do_sample is None and kwargs.get("temperature"):
-        config.do_sample = True
-    return config
-
-
-def _common_settings() -> list[str]:
-    return (
-        "max_new_tokens max_length do_sample temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size "
-        "eos_token_id pad_token_id stop_strings seed"
-    ).split()
-
-
-def _max_new_tokens(config: GenerationConfig, prompt_width: int) -> int:
-    if config.max_new_tokens is not None:
-        value = config.max_new_tokens
-    elif config.max_length is not None and config.max_length > prompt_width:
-        value = config.max_length - prompt_width
-    else:
-        value = DEFAULT_NEW_TOKENS
-    if not isinstance(value, int) or value < 0:
-        raise UserError(f"max_new_tokens is {value!r}; it must be an integer of 0 or more")
-    return value
-
-
-def _check_prompt(model: ParallelDecoder, input_ids: Tensor) -> None:
-    if input_ids.dim() != 2 or input_ids.numel() == 0:
-        raise UserError(
-            f"input_ids has shape {tuple(input_ids.shape)}; it must be (rows, tokens) with at least one token"
-        )
-    if int(input_ids.max()) >= model.config.vocab_size or int(input_ids.min()) < 0:
-        raise UserError(f"input_ids hold ids outside the vocabulary of {model.config.vocab_size}")
-
-
-def _check_context(model: ParallelDecoder, input_ids: Tensor, attention_mask: Tensor | None, new_tokens: int) -> None:
-    longest = input_ids.shape[1] if attention_mask is None else int(attention_mask.sum(1).max())
-    context = model.config.max_position_embeddings
-    if longest + new_tokens > context:
-        raise UserError(
-            f"the prompt has {longest} tokens and max_new_tokens is {new_tokens}; together they must fit the model's "
-            f"context of {context}"
-        )
-
-
-def _processors(
-    model: ParallelDecoder,
-    config: GenerationConfig,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList | None,
-    stopping_criteria: StoppingCriteriaList | None,
-    tokenizer: PreTrainedTokenizerBase | None,
-) -> tuple[LogitsProcessorList, StoppingCriteriaList]:
-    """transformers' own processors for repetition, n-grams, forced and banned tokens, plus the caller's; stop strings."""
-    ours = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "do_sample")
-    greedy = GenerationConfig.from_dict({k: v for k, v in config.to_dict().items() if k not in ours})
-    mixin: Any = model  # its private builders are typed for other classes
-    mixin._prepare_special_tokens(greedy, kwargs_has_attention_mask=True, device=input_ids.device)
-    processors = mixin._get_logits_processor(
-        generation_config=greedy,
-        input_ids_seq_length=input_ids.shape[1],
-        encoder_input_ids=input_ids,
-        logits_processor=logits_processor or LogitsProcessorList(),
-        device=str(input_ids.device),
-        model_kwargs={},
-    )
-    criteria = StoppingCriteriaList(stopping_criteria or [])
-    if config.stop_strings:
-        if tokenizer is None:
-            raise UserError("stop_strings need tokenizer=... in the call")
-        from transformers import StopStringCriteria
-
-        criteria.append(StopStringCriteria(tokenizer, config.stop_strings))
-    return processors, criteria
-
-
-def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
-    if seed is None:
-        seed = int(torch.randint(0, 2**31, (1,)))
-    if isinstance(seed, int):
-        return [mix_seed(seed, row) for row in range(rows)]
-    if len(seed) != rows:
-        raise UserError(f"seed has {len(seed)} entries for {rows} rows; give one, or one per row")
-    return [mix_seed(int(s), 0) for s in seed]
