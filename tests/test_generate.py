@@ -200,7 +200,7 @@ def test_generation_config_of_the_caller_is_respected_and_untouched(model):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 12, 13, 16, 17, 31, 40, 70])
 def test_few_rows_product_is_the_product(dtype, rows):
     """Pins: the fast route of decoding giving another product than the plain one."""
     x, w = torch.randn(rows, 96).to(dtype), torch.randn(5000, 96).to(dtype)

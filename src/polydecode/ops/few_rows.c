@@ -1,9 +1,20 @@
-/* out[n][o] = sum_i x[n][i] * w[o][i] for a few rows n: bfloat16 weights, float32 rows and sums.
+/* out[n][o] = sum_i x[n][i] * w[o][i] for some rows n, all bfloat16, with float32 sums.
 
-   A weight is read from memory and widened once, and multiplied into all rows while it is in a register; this is what
-   makes a pass over several tokens cost little more than a pass over one. Compiled on first use by ops/native.py. */
+   A weight is read from memory and widened once, and multiplied into many rows while it is near; this is what makes a pass
+   over several tokens cost little more than a pass over one. Up to 12 rows are dot products, four rows at a time, bound by
+   reading the weights. Every 16 rows more are a panel, transposed so that a vector holds one input of 8 rows: 6 outputs x 16
+   rows of sums stay in registers, bound by arithmetic. Compiled on first use by ops/native.py. */
 
 #include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define OUTPUTS 6
+#define PANEL 16
+#define CHUNK 96
+#define MOST_DOT_ROWS 12
+
+typedef float vec __attribute__((vector_size(32), aligned(4)));
 
 static inline float widen(uint16_t w) {
     union {
@@ -13,9 +24,19 @@ static inline float widen(uint16_t w) {
     return u.value;
 }
 
+/* Round to nearest, ties to even. NaN stays NaN: its payload may round away only into the exponent, which is all ones. */
+static inline uint16_t narrow(float value) {
+    union {
+        float value;
+        uint32_t bits;
+    } u = {value};
+    if ((u.bits & 0x7fffffff) > 0x7f800000) return (u.bits >> 16) | 0x40;
+    return (u.bits + 0x7fff + ((u.bits >> 16) & 1)) >> 16;
+}
+
 #define SIMD _Pragma("omp simd reduction(+ : a, b, c, d)")
 
-void few_rows(const float *x, const uint16_t *w, float *out, long rows, long outputs, long inputs) {
+static void dot_rows(const float *x, const uint16_t *w, uint16_t *out, long rows, long outputs, long inputs) {
 #pragma omp parallel for schedule(static)
     for (long o = 0; o < outputs; o++) {
         const uint16_t *restrict row = w + o * inputs;
@@ -51,7 +72,69 @@ void few_rows(const float *x, const uint16_t *w, float *out, long rows, long out
                 }
             }
             float sums[4] = {a, b, c, d};
-            for (long m = 0; m < (left < 4 ? left : 4); m++) out[(n + m) * outputs + o] = sums[m];
+            for (long m = 0; m < (left < 4 ? left : 4); m++) out[(n + m) * outputs + o] = narrow(sums[m]);
         }
+    }
+}
+
+/* Rows in panels of PANEL; `across` has room for whole panels, and holds zeros where there is no row. */
+static void panel_rows(const uint16_t *x, const uint16_t *w, uint16_t *out, long rows, long outputs, long inputs, float *across) {
+#pragma omp parallel
+    {
+        float *wide = malloc(sizeof(float) * OUTPUTS * inputs);
+#pragma omp for schedule(static)
+        for (long from = 0; from < inputs; from += CHUNK) {
+            long to = inputs - from < CHUNK ? inputs : from + CHUNK;
+            for (long n = 0; n < rows; n++) {
+                const uint16_t *restrict source = x + n * inputs;
+                float *restrict target = across + n / PANEL * PANEL * inputs + n % PANEL;
+                for (long i = from; i < to; i++) target[i * PANEL] = widen(source[i]);
+            }
+        }
+#pragma omp for schedule(static)
+        for (long tile = 0; tile < (outputs + OUTPUTS - 1) / OUTPUTS; tile++) {
+            long o = tile * OUTPUTS;
+            long count = outputs - o < OUTPUTS ? outputs - o : OUTPUTS;
+            for (long j = 0; j < OUTPUTS; j++) {
+                const uint16_t *restrict source = w + (o + (j < count ? j : 0)) * inputs;
+                float *restrict target = wide + j * inputs;
+#pragma omp simd
+                for (long i = 0; i < inputs; i++) target[i] = widen(source[i]);
+            }
+            for (long n = 0; n < rows; n += PANEL) {
+                vec sums[OUTPUTS][2];
+                memset(sums, 0, sizeof sums);
+                for (long i = 0; i < inputs; i++) {
+                    const vec *panel = (const vec *)(across + n * inputs + i * PANEL);
+                    vec low = panel[0], high = panel[1];
+#pragma GCC unroll 6
+                    for (int j = 0; j < OUTPUTS; j++) {
+                        float f = wide[j * inputs + i];
+                        sums[j][0] += f * low;
+                        sums[j][1] += f * high;
+                    }
+                }
+                long left = rows - n < PANEL ? rows - n : PANEL;
+                for (long m = 0; m < left; m++)
+                    for (long j = 0; j < count; j++) out[(n + m) * outputs + o + j] = narrow(sums[j][m / 8][m % 8]);
+            }
+        }
+        free(wide);
+    }
+}
+
+void few_rows(const uint16_t *x, const uint16_t *w, uint16_t *out, long rows, long outputs, long inputs) {
+    long rest = rows % PANEL > MOST_DOT_ROWS ? 0 : rows % PANEL;
+    long in_panels = rows - rest;
+    if (in_panels) {
+        float *across = calloc((in_panels + PANEL - 1) / PANEL * PANEL * inputs, sizeof(float));
+        panel_rows(x, w, out, in_panels, outputs, inputs, across);
+        free(across);
+    }
+    if (rest) {
+        float *wide = malloc(sizeof(float) * rest * inputs);
+        for (long i = 0; i < rest * inputs; i++) wide[i] = widen(x[in_panels * inputs + i]);
+        dot_rows(wide, w, out + in_panels * outputs, rest, outputs, inputs);
+        free(wide);
     }
 }

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from polydecode.ops.native import few_rows_kernel
 
 _FEW_ROWS = 16
-_NATIVE_ROWS = 12
+_NATIVE_ROWS = 64
 _CHUNK_VALUES = 2**21
 _local = threading.local()
 

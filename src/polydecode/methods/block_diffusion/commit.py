@@ -17,16 +17,18 @@ from polydecode.ops.sampling import mix_seed
 def scores(logits_NV: Tensor, token_N: Tensor, selector: str) -> list[float]:
     """The score of each proposed token: its probability ("confidence"), that probability minus the best other one's
     ("margin"), or 1 - H / ln V for the distribution's entropy H ("entropy")."""
-    log_p_NV = logits_NV.float().log_softmax(-1)
+    wide_NV = logits_NV.float()
+    total_N = wide_NV.logsumexp(-1)
     if selector == "entropy":
-        p_NV = log_p_NV.exp()
-        entropy_N = -torch.where(p_NV > 0, p_NV * log_p_NV, 0.0).sum(-1)
-        return (1 - entropy_N / math.log(logits_NV.shape[-1])).clamp(0, 1).tolist()
-    p_N = log_p_NV.gather(1, token_N[:, None])[:, 0].exp()
+        p_NV = (wide_NV - total_N[:, None]).exp()
+        mean_N = torch.where(p_NV > 0, p_NV * wide_NV, 0.0).sum(-1)
+        return (1 - (total_N - mean_N) / math.log(logits_NV.shape[-1])).clamp(0, 1).tolist()
+    p_N = (wide_NV.gather(1, token_N[:, None])[:, 0] - total_N).exp()
     if selector == "confidence":
         return p_N.tolist()
-    others_NV = log_p_NV.scatter(1, token_N[:, None], -math.inf)
-    return (p_N - others_NV.max(-1).values.exp()).clamp_min(0).tolist()
+    best_N2, index_N2 = wide_NV.topk(2, -1)
+    other_N = torch.where(index_N2[:, 0] == token_N, best_N2[:, 1], best_N2[:, 0])
+    return (p_N - (other_N - total_N).exp()).clamp_min(0).tolist()
 
 
 def random_scores(seed: int, forward: int, positions: list[int]) -> list[float]:

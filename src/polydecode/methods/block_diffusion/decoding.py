@@ -154,7 +154,7 @@ def step(model: "BlockDiffusionModel", state: BlockDiffusionState, choose: Choos
         hidden_ND = _pass(model, state, list(range(len(rows))), with_block=True)
     forwards += 1
     logits_NV = model.stack.head(model.stack.norm(hidden_ND))
-    logits_NV = logits_NV.index_fill(1, torch.tensor([model.mask_token_id], device=logits_NV.device), -torch.inf)
+    logits_NV[:, model.mask_token_id] = -torch.inf
     owner = [b for b, row in enumerate(rows) for _ in row.masked]
     token_N = choose(logits_NV, owner)
     _commit(rows, logits_NV, token_N)
