@@ -57,9 +57,11 @@ class TrainConfig(DataConfig):
         max_grad_norm: clip the gradient norm here.
         dtype: auto, float32, bfloat16 (mixed precision: weights stay float32).
         gradient_checkpointing: recompute layers in the backward to save memory.
-        train_embeddings: also train embeddings and head, which are frozen by default.
+        train_embeddings: train embeddings and head too; null leaves it to the method (block_diffusion does, dmtd does not).
+        train_norms: with adapters, train the norms too; null leaves it to the method, as above.
         lora_rank: train low-rank adapters of this rank instead of all weights; 0 means all weights.
         lora_alpha: scale of the adapters; 0 means twice the rank.
+        lora_targets: layers that get adapters, by name, with commas (q_proj,v_proj); all-linear is all of attention and MLP.
         adapter_source: name this source in the adapter instead of the checkpoint; its weights must be the same.
         save_dtype: dtype of the weights that are written: float32, bfloat16 or float16.
         seed: seed of data order and of every random draw.
@@ -88,9 +90,11 @@ class TrainConfig(DataConfig):
     max_grad_norm: float = 1.0
     dtype: str = "auto"
     gradient_checkpointing: bool = False
-    train_embeddings: bool = False
+    train_embeddings: bool | None = None
+    train_norms: bool | None = None
     lora_rank: int = 0
     lora_alpha: int = 0
+    lora_targets: str = "all-linear"
     adapter_source: str = ""
     save_dtype: str = "float32"
     seed: int = 42

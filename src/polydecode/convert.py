@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from polydecode.auto import check_architecture, load, load_base, load_tokenizer, read_config, resolve_source
 from polydecode.auto.folders import check_free, save_tokenizer, whole_folder, write_json
 from polydecode.auto.loading import check_stack, check_structure, has_tokenizer
-from polydecode.auto.sources import ADAPTER_FILE
+from polydecode.auto.sources import ADAPTER_FILE, TRAINED_FILE
 from polydecode.errors import UserError
 from polydecode.methods import get_method
 from polydecode.methods.base import ParallelDecoder, ParallelDecoderConfig
+from polydecode.ops.vocabulary import mean_row
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -130,16 +132,24 @@ def save_adapter(
 ) -> Path:
     """Write the LoRA weights of `peft_model` (around `model.base`) as an adapter folder that `polydecode.load` opens.
 
-    The folder names `source`, which is loaded again and merged with the adapter; a local source is named by its absolute
-    path. Embeddings are saved only when they were trained (`modules_to_save`) or have other rows than the source's.
-    Raises `UserError` as `save_checkpoint` does.
+    The folder names `source`, which is loaded again and merged with the adapter; a folder beside `out` is named relative to
+    it, another local source by its absolute path. What was trained beside the adapters (embeddings, norms, head) is kept
+    whole in `trained_weights.safetensors`, and so are embeddings with added rows, unless the rows are those that
+    `grow_vocabulary` makes again. Raises `UserError` as `save_checkpoint` does.
     """
-    found = resolve_source(source)
-    local = found.kind != "hub" and Path(found.given).expanduser().exists()
-    name = str(Path(found.given).expanduser().absolute()) if local else found.given
-    resized = read_config(found).vocab_size != model.config.vocab_size
+    name = _name_of_source(source, out)
+    rows = read_config(resolve_source(source)).vocab_size
+    layers: Any = (model.get_input_embeddings(), model.get_output_embeddings())
+    grown = [layer.weight for layer in layers if not (layer.weight[rows:] == mean_row(layer.weight[:rows])).all()]
+    beside = {
+        name: p.detach().contiguous()
+        for name, p in model.base.named_parameters()
+        if "lora_" not in name and (p.requires_grad or any(p is weight for weight in grown))
+    }
     with whole_folder(out, overwrite) as folder:
-        peft_model.save_pretrained(str(folder), save_embedding_layers=resized)
+        peft_model.save_pretrained(str(folder), save_embedding_layers=False)
+        if beside:
+            save_file(beside, folder / TRAINED_FILE)
         (folder / "README.md").unlink(missing_ok=True)
         adapter_config = json.loads((folder / "adapter_config.json").read_text())
         adapter_config["base_model_name_or_path"] = None
@@ -153,6 +163,17 @@ def save_adapter(
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
     return Path(out).expanduser()
+
+
+def _name_of_source(source: str | os.PathLike, out: str | os.PathLike) -> str:
+    found = resolve_source(source)
+    path = Path(found.given).expanduser()
+    if found.kind == "hub" or not path.exists():
+        return found.given
+    path, parent = path.absolute(), Path(out).expanduser().absolute().parent
+    if parent.name == "checkpoints" or path.parent != parent:
+        return str(path)
+    return f"../{path.name}"
 
 
 def export_base(checkpoint: str | os.PathLike, out: str | os.PathLike) -> Path:

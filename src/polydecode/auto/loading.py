@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from polydecode.auto.folders import first_line, told
-from polydecode.auto.sources import ADAPTER_FILE, Source, read_config, read_json, resolve_source
+from polydecode.auto.sources import ADAPTER_FILE, TRAINED_FILE, Source, read_config, read_json, resolve_source
 from polydecode.errors import UserError, unknown_name
 from polydecode.methods import get_method
 from polydecode.methods.base import ParallelDecoder, ParallelDecoderConfig
 from polydecode.ops.layers import SUPPORTED, DecoderStack, slice_error
+from polydecode.ops.vocabulary import grow_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -158,8 +160,12 @@ def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str | None
         raise UserError(f"{str(folder / 'config.json')!r} is not the config of a polydecode method")
     read_json(folder / "adapter_config.json")
     base = load_base(adapter_source(found), torch.float32, attention)
-    if base.config.vocab_size != config.vocab_size:
-        base.resize_token_embeddings(config.vocab_size, mean_resizing=False)
+    grow_vocabulary(base, config.vocab_size)
+    model = get_method(config.method)[1].from_base(base, **config.settings())
+    if model.config.vocab_size != config.vocab_size:
+        raise UserError(
+            f"adapter {found.given!r} is for {config.vocab_size} vocabulary rows, its source has {model.config.vocab_size}"
+        )
     with told(f"apply the adapter {found.given!r}"):
         peft_config = PeftConfig.from_pretrained(str(folder))
         peft_config.inference_mode = True
@@ -169,12 +175,25 @@ def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str | None
         if missing:
             raise UserError(f"adapter {found.given!r} is incomplete: no {min(missing)!r} and {len(missing) - 1} more")
         set_peft_model_state_dict(adapted, weights)
-        base = adapted.merge_and_unload()
+        model.base = adapted.merge_and_unload()
+        _restore_trained(model.base, folder / TRAINED_FILE)
     wanted = (config.dtype if dtype == "auto" else dtype) or torch.float32
     assert isinstance(wanted, torch.dtype)
-    cast_parameters(base, wanted)
-    base.config.dtype = wanted
-    return get_method(config.method)[1].from_base(base, **config.settings())
+    cast_parameters(model.base, wanted)
+    model.base.config.dtype = wanted
+    return model
+
+
+@torch.no_grad()
+def _restore_trained(base: PreTrainedModel, file: Path) -> None:
+    """Put the weights that were trained beside an adapter into `base`."""
+    if not file.is_file():
+        return
+    parameters = dict(base.named_parameters())
+    for name, value in load_file(file).items():
+        if name not in parameters or parameters[name].shape != value.shape:
+            raise UserError(f"{str(file)!r} holds {name!r}, which does not fit the source")
+        parameters[name].copy_(value)
 
 
 def adapter_source(found: Source) -> str:
@@ -182,6 +201,8 @@ def adapter_source(found: Source) -> str:
     told_source = read_json(Path(found.location) / ADAPTER_FILE).get("source")
     if not isinstance(told_source, str):
         raise UserError(f"{ADAPTER_FILE} in {found.given!r} names no source")
+    if told_source.startswith("."):
+        told_source = os.path.normpath(Path(found.location) / told_source)
     try:
         resolve_source(told_source)
     except UserError as error:

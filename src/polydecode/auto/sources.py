@@ -18,6 +18,7 @@ from polydecode.errors import UserError, unknown_name
 from polydecode.methods import method_names
 
 ADAPTER_FILE = "polydecode_adapter.json"
+TRAINED_FILE = "trained_weights.safetensors"
 PREFIX = "polydecode_"
 
 

@@ -40,12 +40,20 @@ def make_parser(argv: Sequence[str]) -> Parser:
 
 
 def run(values: Namespace) -> Result:
+    from polydecode.auto import read_config, resolve_source
     from polydecode.convert import convert_to_folder
 
     options = options_of(ConvertOptions, values)
     config_class, _ = get_method(options.method)
     settings = {name: values[name] for name in config_class.SETTINGS}
     folder = convert_to_folder(options.source, options.out, options.method, settings, overwrite=options.overwrite)
-    told = ", ".join(f"{flag(name)} {value}" for name, value in settings.items() if value is not None)
+    config = read_config(resolve_source(folder))
+    written = config.settings()
+    told = ", ".join(f"{flag(name)} {value}" for name, value in written.items() if value is not None)
     text = f"wrote {folder} ({options.method}{': ' + told if told else ''})"
-    return Result(text, {"checkpoint": str(folder), "method": options.method, "settings": settings})
+    source = read_config(resolve_source(options.source))
+    added = config.vocab_size - source.vocab_size
+    if added:
+        text += f"\nadded {added} row to the vocabulary of {source.vocab_size}"
+    report = {"checkpoint": str(folder), "method": options.method, "settings": written, "added_rows": added}
+    return Result(text, report)

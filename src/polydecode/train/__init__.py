@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from polydecode.auto import load, load_base, load_tokenizer
+from polydecode.auto import load, load_tokenizer
 from polydecode.auto.loading import cast_parameters
 from polydecode.config import TrainConfig
 from polydecode.convert import save_adapter, save_checkpoint
@@ -24,12 +24,12 @@ from polydecode.data import Examples, load_examples, pad_token_id, split_held_ou
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.train.budget import Budget
+from polydecode.train.parameters import check_same_weights, prepare_parameters, report_parameters
 from polydecode.train.trainer import DecoderTrainer, averages
 
 __all__ = ["METRICS_FILE", "Budget", "DecoderTrainer", "averages", "prepare_parameters", "train"]
 
 METRICS_FILE = "training_metrics.json"
-_LORA_TARGETS = "all-linear"
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -47,10 +47,10 @@ def train(config: TrainConfig) -> dict[str, Any]:
     set_seed(config.seed)
     model = load(config.checkpoint, dtype=torch.float32)
     if config.adapter_source:
-        _check_same_weights(model, config)
+        check_same_weights(model, config)
     adapter = prepare_parameters(model, config)
     trainer = DecoderTrainer(model, config, training, held_out, pad_token_id(tokenizer))
-    _report_parameters(model)
+    report_parameters(model)
     started = time.monotonic()
     last = _last_checkpoint(out) if config.resume else None
     if last is not None:
@@ -106,36 +106,6 @@ def _examples(config: TrainConfig, tokenizer: Any) -> tuple[Examples, Examples |
     else:
         training, held_out = split_held_out(examples, config)
     return Examples(training), Examples(held_out) if held_out else None
-
-
-def prepare_parameters(model: ParallelDecoder, config: TrainConfig) -> Any:
-    """Freeze what is not trained; the PeftModel when `lora_rank` asks for adapters, else None."""
-    adapter = None
-    if config.lora_rank:
-        from peft import LoraConfig, get_peft_model
-
-        alpha = config.lora_alpha or 2 * config.lora_rank
-        lora = LoraConfig(r=config.lora_rank, lora_alpha=alpha, target_modules=_LORA_TARGETS, lora_dropout=0.0)
-        adapter = get_peft_model(model.base, lora)
-    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
-        for parameter in embeddings.parameters():
-            parameter.requires_grad_(config.train_embeddings)
-    return adapter
-
-
-def _check_same_weights(model: ParallelDecoder, config: TrainConfig) -> None:
-    expected = load_base(config.adapter_source, torch.float32).state_dict()
-    actual = model.base.state_dict()
-    if expected.keys() != actual.keys() or not all(torch.equal(actual[k], expected[k]) for k in expected):
-        raise UserError(
-            f"{config.adapter_source!r} has other weights than {config.checkpoint!r}: leave out adapter_source"
-        )
-
-
-def _report_parameters(model: ParallelDecoder) -> None:
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(p.numel() for p in model.parameters())
-    print(f"training {trained:,} of {total:,} parameters ({trained / total:.1%})", file=sys.stderr)
 
 
 def _last_checkpoint(out: Path) -> str:

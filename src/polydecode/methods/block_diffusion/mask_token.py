@@ -6,10 +6,10 @@ text; its logit is -inf in decoding, so it is never emitted.
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from polydecode.errors import UserError
+from polydecode.ops.vocabulary import grow_vocabulary
 
 
 def resolve_mask_token(base: PreTrainedModel, tokenizer: Any, given: int | None) -> int:
@@ -27,7 +27,7 @@ def resolve_mask_token(base: PreTrainedModel, tokenizer: Any, given: int | None)
     if use:
         raise UserError(f"mask_token_id {token_id} is {use}; choose a token that no text contains, or leave it out")
     if token_id == rows:
-        _add_row(base)
+        grow_vocabulary(base, rows + 1)
     return token_id
 
 
@@ -58,16 +58,3 @@ def _other_use(base: PreTrainedModel, tokenizer: Any, token_id: int) -> str:
         if token in tokenizer.all_special_tokens + list(tokenizer.get_added_vocab()) and token in template:
             return f"{token!r}, which the chat template writes"
     return ""
-
-
-@torch.no_grad()
-def _add_row(base: PreTrainedModel) -> None:
-    """One more row in embeddings and head: the mean of the others, so that the result depends on the source alone."""
-    rows = _num_rows(base)
-    base.resize_token_embeddings(rows + 1, mean_resizing=False)
-    embeddings: Any = (base.get_input_embeddings(), base.get_output_embeddings())
-    for layer in embeddings:
-        weight = layer.weight
-        weight[rows] = weight[:rows].float().mean(0).to(weight.dtype)
-        if getattr(layer, "bias", None) is not None:
-            layer.bias[rows] = layer.bias[:rows].float().mean()

@@ -1,0 +1,30 @@
+"""More rows for a model's vocabulary, the same ones every time."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@torch.no_grad()
+def grow_vocabulary(base: PreTrainedModel, num_rows: int) -> None:
+    """Add rows to embeddings and head, up to `num_rows`, each the mean of the rows there were; a tied head stays tied.
+
+    The new rows depend on the old ones alone, so whoever has the source can make them again.
+    """
+    layers: Any = (base.get_input_embeddings(), base.get_output_embeddings())
+    old = layers[0].weight.shape[0]
+    if num_rows <= old:
+        return
+    base.resize_token_embeddings(num_rows, mean_resizing=False)
+    layers = (base.get_input_embeddings(), base.get_output_embeddings())
+    for layer in layers:
+        layer.weight[old:] = mean_row(layer.weight[:old])
+        if getattr(layer, "bias", None) is not None:
+            layer.bias[old:] = layer.bias[:old].float().mean()
+
+
+def mean_row(weight_VD: Tensor) -> Tensor:
+    """The mean (D,) of all rows, summed in float64 and rounded to float32, so that it is the same on every machine."""
+    return weight_VD.double().mean(0).float().to(weight_VD.dtype)
