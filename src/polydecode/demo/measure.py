@@ -24,11 +24,12 @@ ANSWER_TOKENS = 32
 class Row:
     """One line of the table.
 
-    `accuracy`: share of exact answers, per task and over all. `kept`, `speedup`: accuracy and tokens/s relative to the AR
-    control. `is_converted`: decoded by the converted model, not by an AR model.
+    `method`: of the model. `accuracy`: share of exact answers, per task and over all. `kept`, `speedup`: accuracy and
+    tokens/s relative to the AR control. `is_converted`: decoded by a converted model, not by an AR model.
     """
 
     name: str
+    method: str
     accuracy: dict[str, float]
     tokens_per_s: float
     tokens_per_forward: float
@@ -73,19 +74,33 @@ def accuracy(items: Sequence[Item], answers: Sequence[str]) -> dict[str, float]:
 
 
 def speeds(
-    ways: dict[str, tuple[ParallelDecoder, dict[str, Any]]], prompt: torch.Tensor, new_tokens: int, repeats: int
+    ways: dict[str, tuple[ParallelDecoder, dict[str, Any]]],
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[Item],
+    repeats: int,
 ) -> dict[str, tuple[float, float]]:
-    """(median tokens/s, tokens per forward) of each way, batch 1, end tokens ignored, the ways in turn after a warm-up."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    per_forward: dict[str, float] = {}
+    """(tokens/s, tokens per forward) of each way at answering `items` one by one up to their end token, prompts included.
+
+    The ways take turns item by item, in `repeats` rounds after a warm-up; the median round counts. How many tokens a forward
+    commits depends on the text for some methods, so it is the task itself that is timed.
+    """
+    prompts = [torch.tensor([prompt_ids(item.prompt, tokenizer)]) for item in items]
+    rounds: dict[str, list[tuple[int, float, float]]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
-        for name, (model, options) in ways.items():
-            out = generate(
-                model, prompt, max_new_tokens=new_tokens if turn else 8, do_sample=False, eos_token_id=None,
-                return_dict_in_generate=True, **options,
-            )  # fmt: skip
-            assert not isinstance(out, torch.Tensor)
-            if turn:
-                seconds[name].append(out.elapsed_s)
-                per_forward[name] = out.tokens_per_forward
-    return {name: (new_tokens / statistics.median(s), per_forward[name]) for name, s in seconds.items()}
+        totals = dict.fromkeys(ways, (0, 0.0, 0.0))
+        for prompt in prompts if turn else prompts[:1]:
+            for name, (model, options) in ways.items():
+                out = generate(
+                    model, prompt, max_new_tokens=ANSWER_TOKENS, do_sample=False,
+                    eos_token_id=tokenizer.eos_token_id, return_dict_in_generate=True, **options,
+                )  # fmt: skip
+                assert not isinstance(out, torch.Tensor)
+                tokens, forwards, seconds = totals[name]
+                totals[name] = (tokens + out.num_new_tokens[0], forwards + out.forwards, seconds + out.elapsed_s)
+        if turn:
+            for name, total in totals.items():
+                rounds[name].append(total)
+    return {
+        name: (statistics.median(t / s for t, _, s in done), statistics.median(t / f for t, f, _ in done))
+        for name, done in rounds.items()
+    }

@@ -42,6 +42,10 @@ def samples(items: Sequence[Item], rows: Sequence[Row], count: int = 2) -> str:
     return "\n\n".join(blocks)
 
 
+COLORS = ("#c2410c", "#1d4ed8", "#15803d")
+"""One per method, in the order of the rows."""
+
+
 def picture(rows: Sequence[Row], path: Path) -> None:
     """Accuracy against speed-up, one point per row, and the table beneath it, as a PNG."""
     import matplotlib
@@ -50,17 +54,21 @@ def picture(rows: Sequence[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     timed = [(r, r.tokens_per_s / rows[1].tokens_per_s) for r in rows]
-    figure, (axis, below) = plt.subplots(2, 1, figsize=(9, 6.6), height_ratios=(3, 1.5))
+    figure, (axis, below) = plt.subplots(2, 1, figsize=(9, 7.4), height_ratios=(3, 2))
+    methods = list(dict.fromkeys(row.method for row in rows if row.is_converted))
     for row, speedup in timed:
-        axis.scatter(speedup, row.accuracy["all"], color="#c2410c" if row.is_converted else "#444444", zorder=3)
+        color = COLORS[methods.index(row.method) % len(COLORS)] if row.is_converted else "#444444"
+        axis.scatter(speedup, row.accuracy["all"], color=color, zorder=3)
         axis.annotate(
-            row.name, (speedup, row.accuracy["all"]), textcoords="offset points", xytext=(2, 7), rotation=35, fontsize=9
+            row.name, (speedup, row.accuracy["all"]), textcoords="offset points", xytext=(2, 7), rotation=35, fontsize=8
         )
-    converted = sorted((speedup, row.accuracy["all"]) for row, speedup in timed if row.is_converted)
-    axis.plot(*zip(*converted, strict=True), color="#c2410c", alpha=0.4)
+    for method, color in zip(methods, COLORS, strict=False):
+        curve = [(speedup, row.accuracy["all"]) for row, speedup in timed if row.is_converted and row.method == method]
+        axis.plot(*zip(*sorted(curve), strict=True), color=color, alpha=0.4, label=method)
+    axis.legend(loc="lower right", fontsize=9)
     axis.set_xlabel("tokens/s relative to the AR control (bfloat16, batch 1)")
     axis.set_ylabel("exact-match accuracy, held-out items")
-    axis.set_ylim(-0.05, 1.3)
+    axis.set_ylim(-0.05, 1.4)
     axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axis.margins(x=0.12)
     axis.grid(alpha=0.3)

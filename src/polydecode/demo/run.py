@@ -1,13 +1,14 @@
-"""The demo: SmolLM2-135M, an AR control and a DMTD conversion of it, trained on the same data for the same number of tokens.
+"""The demo: SmolLM2-135M, an AR control and conversions of it, trained on the same data for the same number of tokens.
 
-Training from scratch takes longer than a demo may, so the demo starts from two adapters that were trained by the commands
-in EXPERIMENTS.md, goes on training both here for the same number of tokens, and measures what comes out. With
-`--from-scratch` it starts from the pretrained model instead.
+Training from scratch takes longer than a demo may, so the demo starts from adapters that were trained by the commands in
+EXPERIMENTS.md, goes on training each here for the same number of tokens, and measures what comes out. With `--from-scratch`
+it starts from the pretrained model instead.
 """
 
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,52 @@ from polydecode.methods.base import ParallelDecoder
 from polydecode.train import train
 
 SOURCE = "smollm2-135m"
-METHOD = "dmtd"
-SPLIT: dict[str, Any] = {
-    "num_encoding_layers": 6,
-    "num_decoding_layers": 8,
-    "cycle_length": 3,
-    "training_cycle_lengths": [1, 2, 3, 4],
-}
-CYCLE_LENGTHS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A method in the demo: what it starts from without an adapter ("control": the trained AR control), its settings, and the
+    ways to decode it, by their name in the table."""
+
+    method: str
+    source: str
+    settings: dict[str, Any]
+    ways: dict[str, dict[str, Any]]
+
+
+CONVERSIONS = (
+    Conversion(
+        "dmtd",
+        SOURCE,
+        {
+            "num_encoding_layers": 6,
+            "num_decoding_layers": 8,
+            "cycle_length": 3,
+            "training_cycle_lengths": [1, 2, 3, 4],
+        },
+        {f"dmtd cycle {c}": {"cycle_length": c} for c in (1, 2, 3, 4)},
+    ),
+    Conversion(
+        "block_diffusion",
+        "control",
+        {"block_size": 8, "noise_draws": 4, "mask_token_id": 16},
+        {
+            "blocks, one by one": {"threshold": None},
+            **{f"blocks, threshold {t}": {"threshold": t} for t in (0.95, 0.7, 0.3)},
+        },
+    ),
+)
 HELD_OUT_SEED = 2
 LIVE_SEED = 3
+LIVE_SHARES = 6
+"""Parts of the live training time; the control gets one, and a pass of block diffusion costs several passes of it."""
+CONTROL_ROWS = ("source (AR)", "AR control")
 
 
 def run(config: DemoConfig) -> dict[str, Any]:
     """Run the demo; the results as one JSON-able object, also written to `out`."""
-    if config.budget <= 0 or config.eval_items < 3 or config.new_tokens < 8 or config.repeats < 1:
-        raise UserError("budget must be above 0, eval_items at least 3, new_tokens at least 8 and repeats at least 1")
+    if config.budget <= 0 or config.eval_items < 3 or config.timed_items < 3 or config.repeats < 1:
+        raise UserError("budget must be above 0, eval_items and timed_items at least 3, and repeats at least 1")
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
@@ -52,14 +83,24 @@ def run(config: DemoConfig) -> dict[str, Any]:
     write_jsonl(out / "train.jsonl", training)
     write_jsonl(out / "held_out.jsonl", questions)
 
-    control_start, converted_start = _starts(config, out)
-    control, trained_control = _train(control_start, out, "control", minutes=config.budget / 2)
+    _check_adapters(config)
+    start = SOURCE if config.from_scratch else str(Path(config.adapters) / "control")
+    control, trained_control = _train(start, out, "control", minutes=config.budget / LIVE_SHARES)
     tokens = trained_control["tokens"]
-    converted, trained_converted = _train(converted_start, out, METHOD, tokens=tokens)
-    rows = _measure(config, tokenizer, questions, control, converted)
+    trained: dict[str, Any] = {"control": trained_control}
+    ways: dict[str, tuple[ParallelDecoder, dict[str, Any]]] = {
+        CONTROL_ROWS[0]: (load(SOURCE, dtype=torch.float32), {}),
+        CONTROL_ROWS[1]: (control, {}),
+    }
+    for conversion in CONVERSIONS:
+        model, trained[conversion.method] = _train(
+            _start(config, conversion, out), out, conversion.method, tokens=tokens
+        )
+        ways |= {name: (model, options) for name, options in conversion.ways.items()}
+    rows = _measure(config, tokenizer, questions, ways)
     result = {
         "rows": [r.as_json() for r in rows],
-        "live_training": {"tokens_each": tokens, "control": trained_control, METHOD: trained_converted},
+        "live_training": {"tokens_each": tokens, **trained},
         "started_from": "pretrained" if config.from_scratch else "adapters",
         "minutes": round((time.monotonic() - started) / 60, 1),
     }
@@ -73,18 +114,23 @@ def _say(text: str) -> None:
     print(f"demo: {text}", file=sys.stderr, flush=True)
 
 
-def _starts(config: DemoConfig, out: Path) -> tuple[str, str]:
-    """The two checkpoints that live training starts from."""
+def _check_adapters(config: DemoConfig) -> None:
+    for name in ("control", *(c.method for c in CONVERSIONS)):
+        if not config.from_scratch and not (Path(config.adapters) / name / "config.json").is_file():
+            raise UserError(
+                f"no adapter {str(Path(config.adapters) / name)!r}; give --adapters FOLDER or --from-scratch"
+            )
+
+
+def _start(config: DemoConfig, conversion: Conversion, out: Path) -> str:
+    """The checkpoint that live training of a conversion starts from."""
     if not config.from_scratch:
-        folder = Path(config.adapters)
-        for name in ("control", METHOD):
-            if not (folder / name / "config.json").is_file():
-                raise UserError(f"no adapter {str(folder / name)!r}; give --adapters FOLDER or --from-scratch")
-        return str(folder / "control"), str(folder / METHOD)
-    converted = out / "converted"
-    if not converted.exists():
-        save_checkpoint(convert(SOURCE, method=METHOD, **SPLIT), load_tokenizer(SOURCE), converted)
-    return SOURCE, str(converted)
+        return str(Path(config.adapters) / conversion.method)
+    folder = out / f"{conversion.method}_start"
+    source = str(out / "control") if conversion.source == "control" else conversion.source
+    model = convert(source, method=conversion.method, dtype=torch.float32, **conversion.settings)
+    save_checkpoint(model, load_tokenizer(SOURCE), folder, overwrite=True)
+    return str(folder)
 
 
 def _train(
@@ -106,6 +152,8 @@ def _train(
             max_eval_examples=60,
             batch_size=32,
             lora_rank=16,
+            train_embeddings=False,
+            train_norms=False,
             learning_rate=3e-4,
             max_minutes=minutes,
             max_tokens=tokens,
@@ -116,27 +164,26 @@ def _train(
 
 
 def _measure(
-    config: DemoConfig, tokenizer: Any, questions: list[Item], control: ParallelDecoder, converted: ParallelDecoder
+    config: DemoConfig,
+    tokenizer: Any,
+    questions: list[Item],
+    ways: dict[str, tuple[ParallelDecoder, dict[str, Any]]],
 ) -> list[Row]:
-    source = load(SOURCE, dtype=torch.float32)
-    ways: dict[str, tuple[ParallelDecoder, dict[str, Any]]] = {
-        "source (AR)": (source, {}),
-        "AR control": (control, {}),
-        **{f"dmtd cycle {c}": (converted, {"cycle_length": c}) for c in CYCLE_LENGTHS},
-    }
     answers = {}
     for name, (model, options) in ways.items():
         _say(f"answering {len(questions)} held-out items: {name}")
         answers[name] = answer_all(model, tokenizer, questions, **options)
     _say("timing, bfloat16, batch 1")
-    for model in (source, control, converted):
+    for model in {id(model): model for model, _ in ways.values()}.values():
         cast_parameters(model, torch.bfloat16)
-    prompt = torch.tensor([tokenizer(" ".join(q.prompt for q in questions[:9]))["input_ids"][:64]])
-    timed = speeds(ways, prompt, config.new_tokens, config.repeats)
-    rows = [Row(name, accuracy(questions, answers[name]), *timed[name], answers=answers[name]) for name in ways]
+    timed = speeds(ways, tokenizer, questions[: config.timed_items], config.repeats)
+    rows = [
+        Row(name, ways[name][0].config.method, accuracy(questions, answers[name]), *timed[name], answers=answers[name])
+        for name in ways
+    ]
     reference = rows[1]
     for row in rows[1:]:
-        row.is_converted = ways[row.name][0] is converted
+        row.is_converted = row.name not in CONTROL_ROWS
         row.speedup = row.tokens_per_s / reference.tokens_per_s
         row.kept = row.accuracy["all"] / max(reference.accuracy["all"], 1e-9)
     return rows

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 @dataclass
 class DemoConfig:
-    """Convert, train and measure SmolLM2-135M with both the autoregressive control and DMTD, and print one table.
+    """Convert, train and measure SmolLM2-135M: the autoregressive control, DMTD and block diffusion, in one table.
 
     Attributes:
         out: folder for the trained checkpoints, the data, the table and the picture.
-        budget: minutes of live training in all; the control's share decides how many tokens both get.
-        adapters: folder with the trained adapters `control` and `dmtd` to start from.
+        budget: minutes of live training in all; the control's share decides how many tokens each gets.
+        adapters: folder with the trained adapters `control`, `dmtd` and `block_diffusion` to start from.
         from_scratch: start from the pretrained model instead of the adapters.
         eval_items: held-out items to answer.
-        new_tokens: tokens per timed run.
-        repeats: timed runs per way of decoding.
+        timed_items: held-out items answered one by one against the clock.
+        repeats: timed rounds.
     """
 
     out: str = "demo_out"
@@ -22,5 +22,5 @@ class DemoConfig:
     adapters: str = "demo/adapters"
     from_scratch: bool = False
     eval_items: int = 150
-    new_tokens: int = 96
+    timed_items: int = 12
     repeats: int = 3
