@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a converted checkpoint on your data",
     "generate": "generate text from a prompt, streaming to the terminal",
     "benchmark": "time a checkpoint against its own one-token-per-forward decoding",
+    "embed": "turn texts into vectors",
     "inspect": "show what a model is made of and what each split would cost",
     "methods": "list the decoding methods and their settings",
     "export": "write a checkpoint back as a plain model of its source architecture",
