@@ -17,7 +17,11 @@ from polydecode.train import Budget, averages, train
 from tiny import tiny_base
 from tiny_tokenizer import tiny_tokenizer
 
-METHODS = {"autoregressive": {}, "dmtd": {"cycle_length": 3, "num_decoding_layers": 2}}
+METHODS = {
+    "autoregressive": {},
+    "dmtd": {"cycle_length": 3, "num_decoding_layers": 2},
+    "block_diffusion": {"block_size": 4},
+}
 
 
 @pytest.fixture(params=list(METHODS))
@@ -65,7 +69,7 @@ def test_training_lowers_the_loss_and_leaves_a_loadable_checkpoint(checkpoint, t
 
 def test_embeddings_and_head_stay_frozen_unless_asked(checkpoint, tmp_path, data):
     """Pins: tied head or embeddings trained although the default freezes them."""
-    train(config(checkpoint, tmp_path, data))
+    train(config(checkpoint, tmp_path, data, train_embeddings=False))
     before, after = weights(checkpoint), weights(tmp_path / "out")
     changed = {k for k in before if not torch.equal(before[k], after[k])}
     assert changed
@@ -120,7 +124,7 @@ def test_adapter_can_name_the_source_its_checkpoint_came_from(checkpoint, tmp_pa
     load(str(checkpoint)).base.save_pretrained(tmp_path / "source")
     settings = {"lora_rank": 4, "max_steps": 2, "adapter_source": str(tmp_path / "source")}
     train(config(checkpoint, tmp_path, data, **settings))
-    assert json.loads((tmp_path / "out" / "polydecode_adapter.json").read_text())["source"] == str(tmp_path / "source")
+    assert json.loads((tmp_path / "out" / "polydecode_adapter.json").read_text())["source"] == "../source"
     tiny_base(dtype=torch.float32, vocab_size=300, seed=5).save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match="other weights"):
         train(config(checkpoint, tmp_path, data, **settings | {"adapter_source": str(tmp_path / "other"), "out": "x"}))

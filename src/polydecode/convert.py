@@ -129,15 +129,16 @@ def save_adapter(
     out: str | os.PathLike,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     overwrite: bool = False,
+    destined_for: str | os.PathLike | None = None,
 ) -> Path:
     """Write the LoRA weights of `peft_model` (around `model.base`) as an adapter folder that `polydecode.load` opens.
 
-    The folder names `source`, which is loaded again and merged with the adapter; a folder beside `out` is named relative to
-    it, another local source by its absolute path. What was trained beside the adapters (embeddings, norms, head) is kept
-    whole in `trained_weights.safetensors`, and so are embeddings with added rows, unless the rows are those that
-    `grow_vocabulary` makes again. Raises `UserError` as `save_checkpoint` does.
+    The folder names `source`, which is loaded again and merged with the adapter; a folder beside `out` (or beside
+    `destined_for`, where the caller will move it) is named relative to it, another local source by its absolute path. What
+    was trained beside the adapters (embeddings, norms, head) is kept whole in `trained_weights.safetensors`, and so are
+    embeddings with added rows, unless the rows are those that `grow_vocabulary` makes again. Raises `UserError` as `save_checkpoint` does.
     """
-    name = _name_of_source(source, out)
+    name = _name_of_source(source, destined_for or out)
     rows = read_config(resolve_source(source)).vocab_size
     layers: Any = (model.get_input_embeddings(), model.get_output_embeddings())
     grown = [layer.weight for layer in layers if not (layer.weight[rows:] == mean_row(layer.weight[:rows])).all()]
@@ -170,10 +171,8 @@ def _name_of_source(source: str | os.PathLike, out: str | os.PathLike) -> str:
     path = Path(found.given).expanduser()
     if found.kind == "hub" or not path.exists():
         return found.given
-    path, parent = path.absolute(), Path(out).expanduser().absolute().parent
-    if parent.name == "checkpoints" or path.parent != parent:
-        return str(path)
-    return f"../{path.name}"
+    path = path.absolute()
+    return f"../{path.name}" if path.parent == Path(out).expanduser().absolute().parent else str(path)
 
 
 def export_base(checkpoint: str | os.PathLike, out: str | os.PathLike) -> Path:

@@ -87,7 +87,7 @@ def _write_result(
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
         source = config.adapter_source or config.checkpoint
-        save_adapter(adapter, model, source, finished, tokenizer=tokenizer, overwrite=True)
+        save_adapter(adapter, model, source, finished, tokenizer, overwrite=True, destined_for=out)
     else:
         cast_parameters(model, dtype)
         save_checkpoint(model, tokenizer, finished, overwrite=True)
