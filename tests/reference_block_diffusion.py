@@ -5,13 +5,13 @@ forward with an explicit mask. Nothing of the method's code is used.
 """
 
 import math
-from functools import lru_cache
+from functools import cache
 
 import torch
 from transformers import DynamicCache
 
 
-@lru_cache(maxsize=None)
+@cache
 def training_mask(num_tokens: int, block_size: int) -> torch.Tensor:
     """Bool (2L, 2L) of section 1.2 over [noisy ; clean]: M_BD or M_OBC or M_BC."""
     n = num_tokens
@@ -59,7 +59,7 @@ def row_mask(
     return mask
 
 
-@lru_cache(maxsize=None)
+@cache
 def text_mask(
     prompt: int, length: int, block_size: int, attention: str, prompt_attention: str, window: int | None = None
 ) -> torch.Tensor:

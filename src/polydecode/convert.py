@@ -136,7 +136,8 @@ def save_adapter(
     The folder names `source`, which is loaded again and merged with the adapter; a folder beside `out` (or beside
     `destined_for`, where the caller will move it) is named relative to it, another local source by its absolute path. What
     was trained beside the adapters (embeddings, norms, head) is kept whole in `trained_weights.safetensors`, and so are
-    embeddings with added rows, unless the rows are those that `grow_vocabulary` makes again. Raises `UserError` as `save_checkpoint` does.
+    embeddings with added rows, unless the rows are those that `grow_vocabulary` makes again. Raises `UserError` as
+    `save_checkpoint` does.
     """
     name = _name_of_source(source, destined_for or out)
     rows = read_config(resolve_source(source)).vocab_size

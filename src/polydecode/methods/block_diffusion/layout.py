@@ -160,16 +160,18 @@ def attention_pattern(places: Places, attention: str, prompt_attention: str) -> 
     """What each token of a pass may read.
 
     clean_context is M_BD | M_OBC | M_BC of the paper (figure 2d), noisy_context is block-causal over one copy (2c),
-    bidirectional is all of the document (2b). A token reads itself whatever else, so that padding reads something.
+    bidirectional is all of the document (2b). Filling is for its own block and what stands before it: a later turn follows
+    the end token. A token reads itself whatever else, so that padding reads something.
     """
     block, copy, document, position = places.block, places.copy, places.document, places.position
-    is_prompt, is_real = places.is_prompt, places.is_real
+    is_prompt, is_real, is_filling = places.is_prompt, places.is_real, places.is_filling
 
     def allowed(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        same_document = (document[b, q] == document[b, k]) & is_real[b, k] & is_real[b, q]
-        if attention == "bidirectional":
-            return (same_document) | (q == k)
         block_q, block_k = block[b, q], block[b, k]
+        same_document = (document[b, q] == document[b, k]) & is_real[b, k] & is_real[b, q]
+        same_document = same_document & (~is_filling[b, k] | (block_q <= block_k))
+        if attention == "bidirectional":
+            return same_document | (q == k)
         if attention == "noisy_context":
             pair = block_q >= block_k
         else:

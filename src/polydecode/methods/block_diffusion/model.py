@@ -15,6 +15,7 @@ Legend: B rows, P prompt tokens, T tokens, A noisy tokens, S tokens of a pass, N
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,13 +65,13 @@ class BlockDiffusionModel(ParallelDecoder):
 
     # --- full sequences --------------------------------------------------------------------------------------------
 
-    def _hidden(self, ids_BS: Tensor, places: Places) -> Tensor:
-        """Normalised hidden states (B, S, D) of a pass over `places`."""
+    def _hidden(self, ids_BS: Tensor, places: Places, attention: str | None = None) -> Tensor:
+        """Normalised hidden states (B, S, D) of a pass over `places`, with the config's `attention` unless one is given."""
         stack = self.stack
         hidden_BSD = stack.embed(ids_BS)
-        pattern = attention_pattern(places, self.config.attention, self.config.prompt_attention)
-        attention = stack.patterned(hidden_BSD, places.position, pattern)
-        return stack.norm(stack.run(hidden_BSD, 0, stack.num_layers, attention))
+        pattern = attention_pattern(places, attention or self.config.attention, self.config.prompt_attention)
+        masks = stack.patterned(hidden_BSD, places.position, pattern)
+        return stack.norm(stack.run(hidden_BSD, 0, stack.num_layers, masks))
 
     def logits(  # type: ignore[override]
         self,
@@ -150,7 +151,13 @@ class BlockDiffusionModel(ParallelDecoder):
         return int(self._noise(batch, generator)[2].sum())
 
     def _masked_hidden(
-        self, noisy: Places, context: Places, is_masked_BA: Tensor, wanted_BA: Tensor, device: torch.device
+        self,
+        noisy: Places,
+        context: Places,
+        is_masked_BA: Tensor,
+        wanted_BA: Tensor,
+        device: torch.device,
+        attention: str | None = None,
     ) -> Tensor:
         """Normalised hidden states (N, D) that predict the `wanted_BA` tokens, in row order."""
         places = noisy.joined(context)
@@ -159,7 +166,7 @@ class BlockDiffusionModel(ParallelDecoder):
         row_N, index_N = wanted_BA.nonzero(as_tuple=True)
         if self.config.token_shift:
             index_N = predictors(noisy, context)[row_N, index_N]
-        hidden_BSD = self._hidden(ids_BS.to(device), places.to(device))
+        hidden_BSD = self._hidden(ids_BS.to(device), places.to(device), attention)
         return hidden_BSD[row_N.to(device), index_N.to(device)]
 
     def loss(self, batch: Batch, generator: RowGenerators) -> LossOutput:
@@ -193,22 +200,29 @@ class BlockDiffusionModel(ParallelDecoder):
 
         One pass per place i of a block gives the probability of the token there with what stands before it known and the
         rest of the block masked; by the chain rule their product is the probability of the whole text in that order. It is
-        an estimate of the model's likelihood (which averages over orders), and deterministic: no noise is drawn.
+        an estimate of the model's likelihood (which averages over orders), and deterministic: no noise is drawn. Blocks before
+        are known, as in decoding, so a noisy context is a clean one here. With bidirectional attention, where a block must not
+        read later ones, it is a pass per place and block.
         """
+        by_block = self.config.attention == "bidirectional"
+        attention = "bidirectional" if by_block else "clean_context"
         size_B = torch.full((len(batch.input_ids),), self.config.block_size)
         clean = read_batch(batch, size_B)
-        noisy, context = noisy_half(clean, size_B, set()), context_half(clean, self.config.attention)
+        noisy, context = noisy_half(clean, size_B, set()), context_half(clean, attention)
         device = batch.input_ids.device
         target_BA = noisy.is_real & noisy.is_target
         if self.config.token_shift:
             target_BA &= noisy.position > 0
         total_B = torch.zeros(len(target_BA), dtype=torch.promote_types(self.dtype, torch.float32), device=device)
-        for place in range(int(noisy.place.max()) + 1 if target_BA.any() else 0):
-            wanted_BA = target_BA & (noisy.place == place)
-            masked_BA = noisy.is_real & (noisy.place >= place)
-            hidden_ND = self._masked_hidden(noisy, context, masked_BA, wanted_BA, device)
-            loss_N, _ = token_cross_entropy(hidden_ND, noisy.token[wanted_BA].to(device), self.stack.head)
-            total_B.index_add_(0, wanted_BA.nonzero()[:, 0].to(device), -loss_N)
+        for block in noisy.block[target_BA].unique().tolist() if by_block else [None]:
+            open_BA = noisy.is_real if block is None else noisy.is_real & (noisy.block == block)
+            halves = [h if block is None else replace(h, is_real=h.is_real & (h.block <= block)) for h in (noisy, context)]
+            for place in noisy.place[target_BA & open_BA].unique().tolist():
+                wanted_BA = target_BA & open_BA & (noisy.place == place)
+                masked_BA = open_BA & (noisy.place >= place)
+                hidden_ND = self._masked_hidden(*halves, masked_BA, wanted_BA, device, attention)
+                loss_N, _ = token_cross_entropy(hidden_ND, noisy.token[wanted_BA].to(device), self.stack.head)
+                total_B.index_add_(0, wanted_BA.nonzero()[:, 0].to(device), -loss_N)
         return Score(total_B, target_BA.sum(1).to(device), exact=False)
 
     # --- decoding --------------------------------------------------------------------------------------------------
