@@ -6,13 +6,14 @@ per forward (prefill not counted), and how far the weights moved. Legend of colu
 """
 
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
 
 import torch
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from polydecode import convert, load
@@ -30,7 +31,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     words = ["<end>", "<pad>", "->", "Reverse:", "Sort:", *WORDS, *map(str, range(10, 100))]
     inner = Tokenizer(models.WordLevel({w: i for i, w in enumerate(dict.fromkeys(words))}, unk_token="<pad>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    inner.decoder = decoders.WordPiece(prefix="")
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<pad>", unk_token="<pad>")
 
 
@@ -39,8 +39,9 @@ def chosen_items(seed: int, count: int) -> list[Item]:
 
 
 def train_to(checkpoint: Path, out: Path, data: Path, common: dict, tokens: int, rate: float) -> dict:
-    if (out / "config.json").exists():
+    if (out / "training_metrics.json").exists():  # of an earlier run of this script
         return {}
+    shutil.rmtree(out, ignore_errors=True)
     return train(
         TrainConfig(
             checkpoint=str(checkpoint), out=str(out), data=[str(data)], batch_size=common["batch_size"], epochs=100,
@@ -60,8 +61,8 @@ def measure(model, tokenizer, questions: list[Item], common: dict, **options) ->
                 model, ids, max_new_tokens=common["answer_tokens"], do_sample=False, eos_token_id=0,
                 return_dict_in_generate=True, **options,
             )  # fmt: skip
-            answer = tokenizer.decode(out.sequences[0, length:], skip_special_tokens=True)
-            right += answer.strip() == questions[i].answer.strip()
+            answer = out.sequences[0, length:].tolist()
+            right += answer == [*tokenizer(questions[i].answer)["input_ids"], tokenizer.eos_token_id]
             tokens += out.num_new_tokens[0]
             forwards += out.forwards - (model.config.method == "block_diffusion")
     return right / len(questions), tokens / forwards

@@ -216,7 +216,9 @@ class BlockDiffusionModel(ParallelDecoder):
         total_B = torch.zeros(len(target_BA), dtype=torch.promote_types(self.dtype, torch.float32), device=device)
         for block in noisy.block[target_BA].unique().tolist() if by_block else [None]:
             open_BA = noisy.is_real if block is None else noisy.is_real & (noisy.block == block)
-            halves = [h if block is None else replace(h, is_real=h.is_real & (h.block <= block)) for h in (noisy, context)]
+            halves = [
+                h if block is None else replace(h, is_real=h.is_real & (h.block <= block)) for h in (noisy, context)
+            ]
             for place in noisy.place[target_BA & open_BA].unique().tolist():
                 wanted_BA = target_BA & open_BA & (noisy.place == place)
                 masked_BA = open_BA & (noisy.place >= place)
