@@ -4,11 +4,12 @@ import warnings
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from polydecode.errors import UserError
 from reference_block_diffusion import decode as reference
+from reference_block_diffusion import hf_logits, text_mask
 from tiny import greedy, padded, random_rows, tiny_base, tiny_model
 
 MASK = 60
@@ -37,26 +38,35 @@ def run(model, prompts, tokens, choose=greedy, seeds=None, **options):
     return [row[:tokens] for row in rows], forwards
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 7, 16, 32])
-@pytest.mark.parametrize("fuse_write", [True, False])
-def test_cached_is_recomputed(base, block_size, fuse_write):
+FEW = [{"threshold": None}, {"threshold": 0.3}, {"threshold": 0.2, "selector": "margin"},
+       {"threshold": 0.25, "selector": "entropy"}, {"steps": 3}]  # fmt: skip
+MANY = [{"threshold": t, "selector": s} for t in (None, 0.9, 1.5) for s in ("confidence", "margin", "entropy")]
+MANY += [{"threshold": 0.0}, {"steps": 2, "selector": "margin"}]
+
+
+@pytest.mark.parametrize(
+    ("block_size", "tokens", "kinds"),
+    [(1, 4, FEW), (4, 9, FEW + MANY), (7, 15, FEW + MANY), (16, 17, FEW), (32, 33, FEW)],
+)
+def test_cached_is_recomputed(base, block_size, tokens, kinds):
     """Bugs (known faults 42, 43): stale keys of masks in the cache, the selector ignored with the cache on, a padded row
-    that answers otherwise than alone."""
-    model = model_of(base, fuse_write=fuse_write, block_size=block_size)
-    tokens = 2 * block_size + 1 if block_size < 16 else block_size + 1
-    for options in (
-        {"threshold": None},
-        {"threshold": 0.3},
-        {"threshold": 0.0},
-        {"threshold": 0.2, "selector": "margin"},
-        {"threshold": 0.25, "selector": "entropy"},
-        {"steps": 3},
-        {"steps": 2, "selector": "margin"},
-    ):
+    that answers otherwise than alone, a write that changes what is written."""
+    models = [model_of(base, fuse_write=fuse, block_size=block_size) for fuse in (True, False)]
+    for options in kinds:
         expected = [reference(base, p, tokens, MASK, block_size, **options)[0] for p in PROMPTS]
-        together, _ = run(model, PROMPTS, tokens, **options)
-        assert together == expected, options
-        assert run(model, PROMPTS[:1], tokens, **options)[0] == expected[:1], options
+        for model in models:
+            assert run(model, PROMPTS, tokens, **options)[0] == expected, options
+            assert run(model, PROMPTS[:1], tokens, **options)[0] == expected[:1], options
+
+
+def test_the_comparison_can_fail(base):
+    """A tiny model on which masks, blocks and order made no difference would prove nothing."""
+    right = reference(base, PROMPTS[2], 12, MASK, 4, threshold=None)[0]
+    for size, wrong in (
+        (5, {}), (4, {"attention": "bidirectional"}), (4, {"prompt_attention": "bidirectional"}),
+        (4, {"token_shift": True}), (4, {"steps": 1}), (4, {"window": 6}), (4, {"selector": "entropy"}),
+    ):  # fmt: skip
+        assert reference(base, PROMPTS[2], 12, MASK, size, **wrong)[0] != right, (size, wrong)
 
 
 @pytest.mark.parametrize(
@@ -78,41 +88,47 @@ def test_every_kind_of_attention_decodes_as_written(base, settings):
         assert run(model, PROMPTS, 11, **options)[0] == expected, options
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"token_shift": True}, {"attention": "noisy_context"}, {"attention": "bidirectional", "token_shift": True},
+     {"prompt_attention": "bidirectional", "token_shift": True}],
+)  # fmt: skip
 @pytest.mark.parametrize("fuse_write", [True, False])
-def test_the_logits_are_the_recomputed_ones(base, fuse_write):
-    """Bug: tokens that happen to agree over logits that do not."""
-    seen, shown = [], []
-    model = model_of(base, fuse_write=fuse_write)
+def test_the_logits_are_the_recomputed_ones(base, settings, fuse_write):
+    """Bug: tokens that happen to agree over logits that do not. Three rows at their own paces, padded."""
+    seen = [[] for _ in PROMPTS]
 
     def choose(logits_NV, rows=None):
-        seen.append(logits_NV.clone())
+        for b in range(len(PROMPTS)):
+            seen[b].append(logits_NV[[n for n, row in enumerate(rows) if row == b]].clone())
         return greedy(logits_NV)
 
-    run(model, PROMPTS[:1], 12, choose, threshold=0.3)
-    reference(base, PROMPTS[0], 12, MASK, 4, threshold=0.3, shown=shown)
-    assert len(seen) == len(shown) > 3
-    for ours, theirs in zip(seen, shown, strict=True):
-        keep = torch.arange(ours.shape[1]) != MASK
-        assert (ours[:, keep] - theirs[:, keep]).abs().max() < EXACT
+    run(model_of(base, fuse_write=fuse_write, **settings), PROMPTS, 12, choose, threshold=0.3)
+    for b, prompt in enumerate(PROMPTS):
+        shown = []
+        reference(base, prompt, 12, MASK, 4, threshold=0.3, shown=shown, **settings)
+        assert len(seen[b]) >= len(shown) > 3
+        for ours, theirs in zip(seen[b], shown, strict=False):
+            keep = torch.arange(ours.shape[1]) != MASK
+            assert (ours[:, keep] - theirs[:, keep]).abs().max() < EXACT
 
 
-def test_the_cache_holds_the_clean_text(base):
-    """Bug: keys computed while masks were around left in the cache."""
-    model = model_of(base)
+@pytest.mark.parametrize("fuse_write", [True, False])
+def test_the_cache_holds_the_clean_text(base, fuse_write):
+    """Bug: keys computed while masks were around left in the cache. Each finished block's are those of the clean text."""
+    model, rows = model_of(base, fuse_write=fuse_write), [[] for _ in PROMPTS]
     with torch.no_grad():
-        state, row = model.prefill(torch.tensor([PROMPTS[0]]), threshold=0.1), []
-        while len(row) < 8 or state.rows[0].finished:
+        state = model.prefill(*padded(PROMPTS), threshold=0.1)
+        while min(row.written - len(p) for row, p in zip(state.rows, PROMPTS, strict=True)) < 8:
             step = model.step(state, greedy)
-            row += step.tokens[0][: step.num_committed[0]].tolist()
-        text = (PROMPTS[0] + row)[: state.rows[0].written]
-        again = model.prefill(torch.tensor([PROMPTS[0]]))
-        again.rows[0].finished = text[len(PROMPTS[0]) :][:4]
-        model.step(again, greedy)
-        again.rows[0].finished = text[len(PROMPTS[0]) + 4 :][:4]
-        model.step(again, greedy)
-    width = len(PROMPTS[0]) + 8
-    for ours, clean in zip(state.cache.keys, again.cache.keys, strict=True):
-        assert (ours[:, :, :width] - clean[:, :, :width]).abs().max() < EXACT
+            for row, new, count in zip(rows, step.tokens.tolist(), step.num_committed.tolist(), strict=True):
+                row += new[:count]
+        for b, prompt in enumerate(PROMPTS):
+            text, clean = (prompt + rows[b])[: state.rows[b].written], DynamicCache()
+            hf_logits(base, text, text_mask(len(prompt), len(text), 4, "clean_context", "causal"), clean)
+            for i, layer in enumerate(clean.layers):
+                for ours, theirs in ((state.cache.keys[i], layer.keys), (state.cache.values[i], layer.values)):
+                    assert (ours[b, :, : len(text)] - theirs[0]).abs().max() < EXACT
 
 
 @pytest.mark.parametrize("fuse_write", [True, False])
@@ -126,15 +142,13 @@ def test_forwards_reported_are_forwards_run(base, fuse_write):
             _, forwards = run(model, PROMPTS[:1], 12, threshold=threshold)
             assert forwards == len(calls) - 1  # without the prefill
             assert forwards == 3 * per_block + (0 if fuse_write else 2)  # the last block is not written yet
+        steps = reference(base, PROMPTS[0], 12, MASK, 4, threshold=0.3)[1]
         calls.clear()
         out = model.generate(
-            torch.tensor([PROMPTS[0]]),
-            max_new_tokens=12,
-            threshold=0.1,
-            eos_token_id=None,
+            torch.tensor([PROMPTS[0]]), max_new_tokens=12, threshold=0.3, do_sample=False, eos_token_id=None,
             return_dict_in_generate=True,
-        )
-        assert out.forwards == len(calls)
+        )  # fmt: skip
+        assert out.forwards == len(calls) == 1 + steps + (0 if fuse_write else 2)
     finally:
         hook.remove()
 
@@ -218,6 +232,19 @@ def test_ties_go_to_the_left(base):
     assert chosen([0.2, 0.1, 0.3], 0.9, None) == [2]
     assert sorted(chosen([0.2, 0.1, 0.3, 0.1], None, 2)) == [0, 2]
     assert len(chosen([0.1] * 5, None, 0)) == 5
+    model = model_of(base)
+    hook = base.lm_head.register_forward_hook(
+        lambda m, a, out: torch.zeros_like(out).index_fill(-1, torch.tensor([7]), 1)
+    )
+    try:
+        with torch.no_grad():
+            for selector in ("confidence", "margin", "entropy"):
+                state = model.prefill(*padded(PROMPTS), threshold=None, selector=selector)
+                for _ in range(9):
+                    step = model.step(state, greedy)
+                    assert step.num_committed.tolist() == [1, 1, 1], "from the left, so each is handed out at once"
+    finally:
+        hook.remove()
 
 
 def test_rows_may_have_their_own_options(base):
@@ -233,6 +260,39 @@ def test_rows_may_have_their_own_options(base):
     for b, prompt in enumerate(PROMPTS):
         alone = run(model, [prompt], 9, **{k: v[b] for k, v in options.items()})[0]
         assert alone == [together[b]]
+
+
+@torch.no_grad()
+def test_rows_leave_and_enter_within_blocks(base):
+    """Bug: a row that joins or stays in the middle of a block takes another's block, border or unwritten tokens."""
+    for settings in ({}, {"fuse_write": False}, {"token_shift": True}, {"attention": "bidirectional"}):
+        model, out = model_of(base, **settings), [[], [], []]
+        options = [
+            {"threshold": None, "block_size": 4},
+            {"threshold": 0.0, "block_size": 3},
+            {"steps": 2, "block_size": 2},
+        ]
+
+        def go(model, state, present, steps, out=out):
+            for _ in range(steps):
+                step = model.step(state, greedy)
+                for b, new, count in zip(present, step.tokens.tolist(), step.num_committed.tolist(), strict=True):
+                    out[b] += new[:count]
+
+        def enter(model, b, options=options):
+            return model.prefill(torch.tensor([PROMPTS[b]]), **options[b])
+
+        state = enter(model, 0)
+        go(model, state, [0], 6)
+        state = model.join(state, enter(model, 1))
+        go(model, state, [0, 1], 1)
+        state = model.join(state, enter(model, 2))
+        go(model, state, [0, 1, 2], 3)
+        state = model.keep_rows(state, torch.tensor([2, 0]))
+        go(model, state, [2, 0], 5)
+        for b, prompt in enumerate(PROMPTS):
+            assert len(out[b]) >= 7
+            assert run(model, [prompt], len(out[b]), **options[b])[0][0] == out[b], (settings, b)
 
 
 def test_an_end_token_waits_for_what_is_before_it(base):
@@ -314,13 +374,12 @@ def test_drafts_are_what_is_known_of_the_block(base):
 
 
 def test_a_sliding_window_is_kept():
-    """Bug: blocks that read beyond the window of a mistral."""
-    windowed, plain = (tiny_base("mistral", layers=3, sliding_window=w) for w in (6, None))
-    plain.load_state_dict(windowed.state_dict())
-    for base in (windowed, plain):
-        model = model_of(base)
-        assert run(model, PROMPTS, 13, threshold=0.1)[0][0] == run(model, PROMPTS[:1], 13, threshold=0.1)[0][0]
-    assert run(model_of(windowed), PROMPTS, 13)[0] != run(model_of(plain), PROMPTS, 13)[0]
+    """Bug: blocks that read beyond the window of a mistral, on either side of the prompt's border."""
+    base = tiny_base("mistral", layers=3, sliding_window=6)
+    for options in ({"threshold": None}, {"threshold": 0.3}):
+        expected = [reference(base, p, 13, MASK, 4, window=6, **options)[0] for p in PROMPTS]
+        assert run(model_of(base), PROMPTS, 13, **options)[0] == expected
+        assert run(model_of(base, fuse_write=False), PROMPTS[:1], 13, **options)[0] == expected[:1]
 
 
 def test_generation_config_is_greedy_by_default(base):

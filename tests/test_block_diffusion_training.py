@@ -1,6 +1,7 @@
 """Training by blocks: the noise, the loss, the score, and that the pass is the one decoding makes."""
 
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_training_pass_is_inference_pass(base, token_shift, prompt_attention, si
 @pytest.mark.parametrize("attention", ["noisy_context", "bidirectional"])
 def test_the_other_patterns_read_the_noisy_text(base, attention):
     """Bug: a rung of the ladder that is trained on something else: here all of the noisy text goes through one forward."""
-    model = tiny_model("block_diffusion", base, attention=attention)
+    model = tiny_model("block_diffusion", base, attention=attention, min_noise_level=0.4)
     for batch in (batch_of(PROMPTS, ANSWERS), packed_batch(PROMPTS, ANSWERS)):
         noisy, context, is_masked, _ = model._noise(batch, RowGenerators(range(3)))
         with torch.no_grad():
@@ -86,8 +87,9 @@ def test_the_other_patterns_read_the_noisy_text(base, attention):
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 
-def marginals(size, half_life, draws=80000, low=1.1):
-    """How often each place is masked among blocks whose level is below `low`; 80000 blocks: +-0.002."""
+@cache
+def marginals(size, half_life, draws=40000, low=1.1):
+    """How often each place is masked among blocks whose level is below `low`; 40000 blocks: +-0.0025."""
     blocks = torch.arange(draws // 4).repeat_interleave(size)
     everything, generator = torch.ones_like(blocks, dtype=torch.bool), torch.Generator().manual_seed(0)
     masked, level = corrupt(blocks, everything, half_life, 1e-3, 4, generator)
@@ -272,7 +274,7 @@ def test_score_is_left_to_right_in_each_block(base, attention, token_shift):
     score = model.score(batch_of(PROMPTS, ANSWERS))
     assert not score.exact
     assert score.num_targets.tolist() == list(map(len, ANSWERS))
-    assert (score.log_likelihood - torch.tensor(expected)).abs().max() < 1e-8
+    assert (score.log_likelihood - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-8
     packed = model.score(packed_batch(PROMPTS, ANSWERS))
     assert abs(float(packed.log_likelihood[0]) - sum(expected)) < 1e-8
 

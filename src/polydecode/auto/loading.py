@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-ATTENTION = ("sdpa", "eager")
+ATTENTION = ("sdpa", "eager", "flex_attention")
 
 SLICE_TOLERANCE_FLOAT32 = 1e-4
 """Of the largest logit. Families that the slices reproduce measure 1e-6 or less (another order of summation at most); the
@@ -43,8 +43,8 @@ def load(
     """The model of `source`, in evaluation mode: a polydecode checkpoint or adapter gives its method's model, any other
     source the `autoregressive` model around it.
 
-    `dtype`: a torch dtype or its name; None or "auto" keeps the dtype of the checkpoint. `attn_implementation`: "sdpa" or
-    "eager"; None is sdpa, or eager for a family without it. `device`: None leaves it on the CPU. Raises `UserError` of one
+    `dtype`: a torch dtype or its name; None or "auto" keeps the dtype of the checkpoint. `attn_implementation`: "sdpa",
+    "eager" or "flex_attention" (for GPUs); None is sdpa, or eager for a family without it. `device`: None leaves it on the CPU. Raises `UserError` of one
     line for a source that cannot be opened or an architecture that is not supported.
     """
     found = resolve_source(source)

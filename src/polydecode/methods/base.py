@@ -94,6 +94,7 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """Keyword arguments of `prefill` that a caller may set per call (and per row)."""

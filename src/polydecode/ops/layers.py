@@ -82,7 +82,9 @@ class DecoderStack:
         keys_BK = position_ids_BT if key_positions_BK is None else key_positions_BK
         reach = keys_BK.shape[1]
 
-        def mask(allowed: Predicate) -> Tensor:
+        def mask(allowed: Predicate) -> Any:
+            if implementation == "flex_attention":
+                return self._flex_mask(allowed, hidden_BTD, position_ids_BT, keys_BK, documents_BT)
             if documents_BT is None:
                 return materialise(allowed(position_ids_BT[:, :, None], keys_BK[:, None, :]), implementation, dtype)
             index_1T = torch.arange(queries, device=position_ids_BT.device)[None]
@@ -97,6 +99,21 @@ class DecoderStack:
             else:
                 masks[kind] = None if unmasked else mask(causal)
         return Attention(position_ids_BT, self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT), masks)
+
+    @staticmethod
+    def _flex_mask(
+        allowed: Predicate, hidden_BTD: Tensor, queries_BT: Tensor, keys_BK: Tensor, documents_BT: Tensor | None
+    ) -> Any:
+        """The BlockMask of a rule of positions, within documents where there are some."""
+        rows = len(hidden_BTD)
+        queries_BT, keys_BK = queries_BT.expand(rows, -1), keys_BK.expand(rows, -1)
+
+        def pattern(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            pair = allowed(queries_BT[b, q], keys_BK[b, k])
+            return pair if documents_BT is None else pair & (documents_BT[b, q] == documents_BT[b, k])
+
+        shape = (rows, queries_BT.shape[1], keys_BK.shape[1])
+        return mask_of(pattern, shape, "flex_attention", hidden_BTD.dtype, hidden_BTD.device)
 
     def patterned(
         self,

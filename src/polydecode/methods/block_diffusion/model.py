@@ -215,14 +215,14 @@ class BlockDiffusionModel(ParallelDecoder):
             target_BA &= noisy.position > 0
         total_B = torch.zeros(len(target_BA), dtype=torch.promote_types(self.dtype, torch.float32), device=device)
         for block in noisy.block[target_BA].unique().tolist() if by_block else [None]:
-            open_BA = noisy.is_real if block is None else noisy.is_real & (noisy.block == block)
-            halves = [
-                h if block is None else replace(h, is_real=h.is_real & (h.block <= block)) for h in (noisy, context)
-            ]
+            open_BA, shown, around = noisy.is_real, noisy, context
+            if block is not None:
+                open_BA = noisy.is_real & (noisy.block == block)
+                shown, around = (replace(h, is_real=h.is_real & (h.block <= block)) for h in (noisy, context))
             for place in noisy.place[target_BA & open_BA].unique().tolist():
                 wanted_BA = target_BA & open_BA & (noisy.place == place)
                 masked_BA = open_BA & (noisy.place >= place)
-                hidden_ND = self._masked_hidden(*halves, masked_BA, wanted_BA, device, attention)
+                hidden_ND = self._masked_hidden(shown, around, masked_BA, wanted_BA, device, attention)
                 loss_N, _ = token_cross_entropy(hidden_ND, noisy.token[wanted_BA].to(device), self.stack.head)
                 total_B.index_add_(0, wanted_BA.nonzero()[:, 0].to(device), -loss_N)
         return Score(total_B, target_BA.sum(1).to(device), exact=False)
