@@ -44,8 +44,8 @@ def load(
     source the `autoregressive` model around it.
 
     `dtype`: a torch dtype or its name; None or "auto" keeps the dtype of the checkpoint. `attn_implementation`: "sdpa",
-    "eager" or "flex_attention" (for GPUs); None is sdpa, or eager for a family without it. `device`: None leaves it on the CPU. Raises `UserError` of one
-    line for a source that cannot be opened or an architecture that is not supported.
+    "eager" or "flex_attention" (for GPUs); None is sdpa, or eager for a family without it. `device`: None leaves it on the
+    CPU. Raises `UserError` of one line for a source that cannot be opened or an architecture that is not supported.
     """
     found = resolve_source(source)
     dtype, attn_implementation = _check_choices(dtype, attn_implementation)
