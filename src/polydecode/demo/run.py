@@ -58,7 +58,7 @@ CONVERSIONS = (
         {"block_size": 8, "noise_draws": 4, "mask_token_id": 16},
         {
             "blocks, one by one": {"threshold": None},
-            **{f"blocks, threshold {t}": {"threshold": t} for t in (0.95, 0.7, 0.3)},
+            **{f"blocks, threshold {t}": {"threshold": t} for t in (0.999, 0.95, 0.8)},
         },
     ),
 )
