@@ -390,3 +390,15 @@ def test_docs_are_up_to_date():
 
 def test_tables_align():
     assert output.table(["a", "n"], [["x", 1], ["long", 22]]).splitlines() == ["a      n", "x      1", "long  22"]
+
+
+def test_a_setting_that_is_on_by_default_stays_on(tmp_path, source, capsys):
+    """Bug: a boolean flag that means False when it is not given, whatever the setting's default is."""
+    for extra, expected in (([], True), (["--fuse-write", "false"], False)):
+        out = tmp_path / f"o{expected}"
+        assert main(["convert", str(source), str(out), "--method", "block_diffusion", *extra]) == 0
+        written = json.loads((out / "config.json").read_text())
+        assert written["fuse_write"] is expected
+        assert written["fill_last_block"] is True
+    assert main(["convert", str(source), str(tmp_path / "x"), "--method", "block_diffusion", "--fuse-write", "so"]) == 2
+    assert "true or false" in capsys.readouterr().err

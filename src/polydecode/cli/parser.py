@@ -67,7 +67,9 @@ class Parser(ArgumentParser):
             return super().add_argument(name, metavar=name.upper(), **kwargs)
         kwargs["metavar"] = _metavar(kwargs.get("type")) or kwargs.get("metavar")
         flags = [a.replace("_", "-") if a.startswith("--") else a for a in args]
-        if kwargs.get("type") is bool:
+        if kwargs.get("type") is bool and not kwargs.get(
+            "default"
+        ):  # what is on by default takes a value: --name false
             parser.boolean_names.add(name.replace("-", "_"))
             return super().add_argument(*flags, action="store_true", help=kwargs.get("help"))
         metavar = kwargs.pop("metavar")
@@ -223,6 +225,8 @@ def _metavar(hint: Any) -> str | None:
     if item is not None:
         return "TEXT" if item is str else "N,N,..."
     kinds = {k for k in (get_args(hint) or (hint,)) if k is not type(None)}
+    if kinds == {int, float}:
+        return "X"
     return {int: "N", float: "X", str: "TEXT"}.get(next(iter(kinds))) if len(kinds) == 1 else None
 
 
