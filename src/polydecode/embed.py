@@ -28,6 +28,17 @@ class EmbedOutput:
     num_truncated: int
 
 
+def text_fault(text: str) -> str | None:
+    """What keeps `text` from being embedded, as words after its place; None for a good text."""
+    if not text.strip():
+        return "is empty"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not Unicode text (half of a surrogate pair)"
+    return None
+
+
 @torch.inference_mode()
 def embed_texts(
     model: ParallelDecoder,
@@ -41,7 +52,7 @@ def embed_texts(
     """The embeddings of `texts`; a text's does not depend on the others.
 
     `max_length`: tokens read of a text at most; 0 means the model's context. `normalize`: to length 1. `progress` is told how
-    many are done. Raises `UserError` for no texts, an empty text, or a length beyond the context.
+    many are done. Raises `UserError` for no texts, an empty text, a length beyond the context, or a vector that is not finite.
     """
     context = model.config.max_position_embeddings
     if not 0 <= max_length <= context:
@@ -53,10 +64,12 @@ def embed_texts(
     if not texts:
         raise UserError("there are no texts to embed")
     longest = max_length or context
-    whole = [tokenizer(text)["input_ids"] for text in texts]
-    for number, (text, ids) in enumerate(zip(texts, whole, strict=True), 1):
-        if not text.strip() or not ids:
-            raise UserError(f"text {number} is empty")
+    whole = []
+    for number, text in enumerate(texts, 1):
+        fault = text_fault(text)
+        whole.append([] if fault else tokenizer(text)["input_ids"])
+        if not whole[-1]:
+            raise UserError(f"text {number} {fault or 'has no tokens'}")
     rows = [ids[:longest] for ids in whole]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     out_ND = torch.empty(len(rows), model.config.hidden_size)
@@ -71,6 +84,11 @@ def embed_texts(
         embedded_BD = model.embed(Batch(ids_BT, mask_BT, mask_BT.bool(), torch.zeros_like(mask_BT).bool()))
         out_ND[chosen] = embedded_BD.float().cpu()
         progress(start + len(chosen))
+    broken = (~out_ND.isfinite().all(1)).nonzero()[:, 0].tolist()
+    if broken:
+        raise UserError(
+            f"the vector of text {broken[0] + 1} is not finite in {model.dtype}; use float32 or other weights"
+        )
     if normalize:
         out_ND = torch.nn.functional.normalize(out_ND, dim=1)
     cut = sum(len(ids) > longest for ids in whole)

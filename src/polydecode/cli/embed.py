@@ -3,9 +3,8 @@
 import json
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,10 @@ from polydecode.cli.output import Result, log
 from polydecode.cli.parser import Parser, options_of
 from polydecode.errors import UserError
 
-ENDINGS = (".npy", ".jsonl")
+INPUT_ENDINGS = (".jsonl", ".txt")
+OUTPUT_ENDINGS = (".npy", ".jsonl")
+PROGRESS_S = 5.0
+"""Seconds between two lines of progress."""
 
 
 @dataclass
@@ -52,8 +54,7 @@ def make_parser(argv: Sequence[str]) -> Parser:
 
 def run(values: Namespace) -> Result:
     options = options_of(EmbedOptions, values)
-    if options.output and Path(options.output).suffix not in ENDINGS:
-        raise UserError(f"output is {options.output!r}; it must end in {' or '.join(ENDINGS)}")
+    _check(options)
     records = _records(options)
     from polydecode.auto import load_tokenizer
     from polydecode.embed import embed_texts
@@ -67,7 +68,7 @@ def run(values: Namespace) -> Result:
         options.batch_size,
         options.max_length,
         options.normalize,
-        progress=lambda done: log(f"{done} of {len(records)} texts") if sys.stderr.isatty() else None,
+        progress=_progress(len(records)),
     )
     seconds = time.monotonic() - started
     if out.num_truncated:
@@ -80,39 +81,83 @@ def run(values: Namespace) -> Result:
         "seconds": round(seconds, 2),
         "method": model.config.method,
     }
+    told = f"{len(records)} vectors of {out.embeddings.shape[1]}, {seconds:.1f} s"
     if not options.output:
+        log(told)
         return Result("\n".join(_lines(records, out.embeddings)), summary | {"embeddings": out.embeddings.tolist()})
     _write(Path(options.output), records, out.embeddings)
-    text = f"wrote {options.output}: {len(records)} vectors of {out.embeddings.shape[1]}, {seconds:.1f} s"
-    return Result(text, summary | {"output": options.output})
+    return Result(f"wrote {options.output}: {told}", summary | {"output": options.output})
+
+
+def _check(options: EmbedOptions) -> None:
+    """Refuse files that cannot be read or written, before anything is computed."""
+    source, target = Path(options.input), Path(options.output)
+    if options.input != "-" and source.suffix not in INPUT_ENDINGS:
+        raise UserError(f"input is {options.input!r}; it must end in {' or '.join(INPUT_ENDINGS)}, or be - for stdin")
+    if options.field != "text" and source.suffix != ".jsonl":
+        log(f"note: --field has no effect on lines of text from {_place(options.input)}")
+    if not options.output:
+        return
+    if target.suffix not in OUTPUT_ENDINGS:
+        raise UserError(f"output is {options.output!r}; it must end in {' or '.join(OUTPUT_ENDINGS)}")
+    if os.path.isdir(target):
+        raise UserError(f"output {options.output!r} is a folder; give the name of a file")
+    if not os.path.isdir(target.parent):
+        raise UserError(f"no folder {str(target.parent)!r}")
+    if os.path.exists(target) and os.path.exists(source) and target.samefile(source):
+        raise UserError(f"output {options.output!r} is the input; the vectors would replace the texts")
+
+
+def _progress(total: int) -> Callable[[int], None]:
+    """Tells how many of `total` texts are done, every few seconds."""
+    told = time.monotonic()
+
+    def progress(done: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= PROGRESS_S:
+            told = time.monotonic()
+            log(f"{done} of {total} texts")
+
+    return progress
 
 
 def _records(options: EmbedOptions) -> list[dict[str, Any]]:
     """The texts as records with `text`, and `id` where there is one."""
-    if options.input != "-" and Path(options.input).suffix == ".jsonl":
-        from polydecode.data import read_jsonl
+    from polydecode.data import read_jsonl
+    from polydecode.embed import text_fault
 
-        records = []
+    records = []
+    if Path(options.input).suffix == ".jsonl":
         for number, record in read_jsonl(options.input):
             text = record.get(options.field)
-            if not isinstance(text, str) or not text.strip():
-                raise UserError(f"{options.input}:{number}: {options.field} must be a non-empty string")
+            fault = text_fault(text) if isinstance(text, str) else "must be a non-empty string"
+            if fault:
+                raise UserError(f"{options.input}:{number}: {options.field} {fault}")
             records.append({"text": text} | ({"id": record["id"]} if "id" in record else {}))
         return records
-    lines = _text(options.input).splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            raise UserError(f"{options.input}:{number}: the line is empty")
-    if not lines:
-        raise UserError(f"there are no texts in {options.input!r}")
-    return [{"text": line} for line in lines]
+    for number, line in enumerate(_text_lines(options.input), 1):
+        if text_fault(line):
+            raise UserError(f"{_place(options.input)}:{number}: the line {text_fault(line)}")
+        records.append({"text": line})
+    if not records:
+        raise UserError(f"there are no texts in {_place(options.input)}")
+    return records
 
 
-def _text(path: str) -> str:
+def _text_lines(path: str) -> list[str]:
+    """The lines of a UTF-8 file or of stdin. Only a newline ends one: str.splitlines would cut at U+2028 and its like too."""
+    if path == "-" and sys.stdin.isatty():
+        log("reading texts from the terminal, one per line; end them with Ctrl-D")
     try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
+        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path!r}: {getattr(error, 'strerror', None) or 'it is not UTF-8'}") from None
+        told = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"cannot read {_place(path)}: {told}") from None
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if text else []
+
+
+def _place(path: str) -> str:
+    return "stdin" if path == "-" else path
 
 
 def _lines(records: list[dict[str, Any]], embeddings: Any) -> list[str]:
@@ -121,20 +166,20 @@ def _lines(records: list[dict[str, Any]], embeddings: Any) -> list[str]:
 
 
 def _write(path: Path, records: list[dict[str, Any]], embeddings: Any) -> None:
-    """The file, whole or not at all."""
-    if not path.parent.is_dir():
-        raise UserError(f"no folder {str(path.parent)!r}")
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """The file, whole or not at all; `UserError` where it cannot be written, and what was there before stays."""
+    part = path.with_name(f".embed-{os.getpid()}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with part.open("wb") as file:
             if path.suffix == ".npy":
-                import numpy
+                from numpy.lib import format as npy
 
-                numpy.save(file, embeddings.numpy())
+                matrix = embeddings.numpy()
+                npy.write_array_header_1_0(file, npy.header_data_from_array_1_0(matrix))
+                file.write(matrix.data)  # numpy.save would not tell why a write failed
             else:
-                file.write("".join(line + "\n" for line in _lines(records, embeddings)).encode())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+                file.writelines(f"{line}\n".encode() for line in _lines(records, embeddings))
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(f"cannot write {str(path)!r}: {error.strerror or error}") from None
+    finally:
+        part.unlink(missing_ok=True)
