@@ -130,11 +130,14 @@ def test_adapter_can_name_the_source_its_checkpoint_came_from(checkpoint, tmp_pa
         train(config(checkpoint, tmp_path, data, **settings | {"adapter_source": str(tmp_path / "other"), "out": "x"}))
 
 
-def test_resume_goes_on_where_it_stopped(checkpoint, tmp_path, data):
-    """Pins: a resumed run that repeats or skips steps: its weights must equal the uninterrupted run's, bit for bit."""
-    whole = config(checkpoint, tmp_path, data, max_steps=6, save_steps=3, out=str(tmp_path / "whole"))
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_resume_goes_on_where_it_stopped(checkpoint, tmp_path, data, lora_rank):
+    """Pins: a resumed run that repeats or skips steps, or loses what is trained beside adapters: its weights must equal the
+    uninterrupted run's, bit for bit."""
+    choice = {"lora_rank": 4, "train_embeddings": True, "train_norms": True} if lora_rank else {}
+    whole = config(checkpoint, tmp_path, data, max_steps=6, save_steps=3, out=str(tmp_path / "whole"), **choice)
     train(whole)
-    first = config(checkpoint, tmp_path, data, max_steps=6, save_steps=3, out=str(tmp_path / "parts"))
+    first = config(checkpoint, tmp_path, data, max_steps=6, save_steps=3, out=str(tmp_path / "parts"), **choice)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Budget, "used_up", lambda self, step: step >= 4)
         train(first)

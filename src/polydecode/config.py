@@ -58,7 +58,7 @@ class TrainConfig(DataConfig):
         dtype: auto, float32, bfloat16 (mixed precision: weights stay float32).
         gradient_checkpointing: recompute layers in the backward to save memory.
         train_embeddings: train embeddings and head too; null leaves it to the method (block_diffusion does, dmtd does not).
-        train_norms: with adapters, train the norms too; null leaves it to the method, as above.
+        train_norms: with adapters, train the norms too (without, they always are); null leaves it to the method, as above.
         lora_rank: train low-rank adapters of this rank instead of all weights; 0 means all weights.
         lora_alpha: scale of the adapters; 0 means twice the rank.
         lora_targets: layers that get adapters, by name, with commas (q_proj,v_proj); all-linear is all of attention and MLP.
@@ -130,7 +130,14 @@ class TrainConfig(DataConfig):
             raise UserError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"
             )
-        if self.adapter_source and not self.lora_rank:
-            raise UserError("adapter_source is for adapters; give --lora-rank as well")
+        only_with_adapters = {
+            "adapter_source": bool(self.adapter_source),
+            "lora_targets": self.lora_targets != type(self).lora_targets,
+            "lora_alpha": bool(self.lora_alpha),
+            "train_norms": self.train_norms is False,
+        }
+        for name, given in only_with_adapters.items():
+            if given and not self.lora_rank:
+                raise UserError(f"{name} is for adapters; give --lora-rank as well")
         if self.max_steps == 0 and self.epochs == 0 and not (self.max_minutes or self.max_tokens):
             raise UserError("nothing bounds the run: give --max-steps, --epochs, --max-minutes or --max-tokens")

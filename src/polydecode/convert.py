@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from polydecode.auto import check_architecture, load, load_base, load_tokenizer, read_config, resolve_source
 from polydecode.auto.folders import check_free, save_tokenizer, whole_folder, write_json
-from polydecode.auto.loading import check_stack, check_structure, has_tokenizer
+from polydecode.auto.loading import adapter_source, check_stack, check_structure, has_tokenizer, stored_dtype
 from polydecode.auto.sources import ADAPTER_FILE, TRAINED_FILE
 from polydecode.errors import UserError
 from polydecode.methods import get_method
@@ -80,10 +80,10 @@ def _base_in_memory(model: torch.nn.Module) -> PreTrainedModel:
 
 
 def tokenizer_or_none(source: str | os.PathLike) -> "PreTrainedTokenizerBase | None":
-    """The tokenizer of `source`, or None where a local folder has none."""
+    """The tokenizer of `source`, or None where a local folder (of an adapter, its source too) has none."""
     found = resolve_source(source)
-    if found.kind in ("folder", "checkpoint") and not has_tokenizer(Path(found.location)):
-        return None
+    if found.kind in ("folder", "checkpoint", "adapter") and not has_tokenizer(Path(found.location)):
+        return tokenizer_or_none(adapter_source(found)) if found.kind == "adapter" else None
     return load_tokenizer(source)
 
 
@@ -136,44 +136,58 @@ def save_adapter(
     The folder names `source`, which is loaded again and merged with the adapter; a folder beside `out` (or beside
     `destined_for`, where the caller will move it) is named relative to it, another local source by its absolute path. What
     was trained beside the adapters (embeddings, norms, head) is kept whole in `trained_weights.safetensors`, and so are
-    embeddings with added rows, unless the rows are those that `grow_vocabulary` makes again. Raises `UserError` as
+    embeddings with added rows, unless the rows are those that loading makes again. Raises `UserError` as
     `save_checkpoint` does.
     """
-    name = _name_of_source(source, destined_for or out)
-    rows = read_config(resolve_source(source)).vocab_size
-    layers: Any = (model.get_input_embeddings(), model.get_output_embeddings())
-    grown = [layer.weight for layer in layers if not (layer.weight[rows:] == mean_row(layer.weight[:rows])).all()]
-    beside = {
-        name: p.detach().contiguous()
-        for name, p in model.base.named_parameters()
-        if "lora_" not in name and (p.requires_grad or any(p is weight for weight in grown))
-    }
+    note: dict[str, Any] = {"source": _name_of_source(source, destined_for or out), "method": model.config.method}
+    beside = _trained_beside(model, source)
     with whole_folder(out, overwrite) as folder:
         peft_model.save_pretrained(str(folder), save_embedding_layers=False)
         if beside:
             save_file(beside, folder / TRAINED_FILE)
+            note["trained_weights"] = sorted(beside)
         (folder / "README.md").unlink(missing_ok=True)
         adapter_config = json.loads((folder / "adapter_config.json").read_text())
         adapter_config["base_model_name_or_path"] = None
         write_json(folder / "adapter_config.json", adapter_config)
         config = copy.deepcopy(model.config)
-        config.dtype = config.base_config.dtype = str(model.dtype).removeprefix("torch.")
+        frozen = next(p for p in model.base.parameters() if not p.requires_grad)  # the others may be cast to save_dtype
+        config.dtype = config.base_config.dtype = str(frozen.dtype).removeprefix("torch.")
         if hasattr(config, "auto_map"):  # there are no full weights here for trust_remote_code to open
             del config.auto_map
         config.save_pretrained(folder)
-        write_json(folder / ADAPTER_FILE, {"source": name, "method": model.config.method})
+        write_json(folder / ADAPTER_FILE, note)
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder)
     return Path(out).expanduser()
 
 
+def _trained_beside(model: ParallelDecoder, source: str | os.PathLike) -> dict[str, torch.Tensor]:
+    """The weights by name that neither `source` nor the adapters hold; a tied one once."""
+    rows, stored = read_config(resolve_source(source)).vocab_size, stored_dtype(source)
+
+    def is_made_again(weight: torch.Tensor) -> bool:
+        row = mean_row(weight[:rows]).to(stored).to(weight.dtype)
+        return bool((weight[rows:] == row).all())
+
+    layers: Any = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = [layer.weight for layer in layers if len(layer.weight) > rows]
+    kept = {id(weight) for weight in weights if not is_made_again(weight)}
+    return {
+        name: p.detach().contiguous()
+        for name, p in model.base.named_parameters()
+        if "lora_" not in name and (p.requires_grad or id(p) in kept)
+    }
+
+
 def _name_of_source(source: str | os.PathLike, out: str | os.PathLike) -> str:
+    """What an adapter at `out` calls `source`, so that it is found from any working folder."""
     found = resolve_source(source)
     path = Path(found.given).expanduser()
     if found.kind == "hub" or not path.exists():
         return found.given
-    path = path.absolute()
-    return f"../{path.name}" if path.parent == Path(out).expanduser().absolute().parent else str(path)
+    path, beside = (Path(os.path.abspath(p)) for p in (path, Path(out).expanduser()))
+    return f"../{path.name}" if path.parent.resolve() == beside.parent.resolve() else str(path)
 
 
 def export_base(checkpoint: str | os.PathLike, out: str | os.PathLike) -> Path:

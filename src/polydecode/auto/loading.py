@@ -1,7 +1,7 @@
 """From a source to a model: load, load_base, load_tokenizer, and the check that the layers can be run in slices."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,8 +159,9 @@ def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str | None
     if not isinstance(config, ParallelDecoderConfig):
         raise UserError(f"{str(folder / 'config.json')!r} is not the config of a polydecode method")
     read_json(folder / "adapter_config.json")
-    base = load_base(adapter_source(found), torch.float32, attention)
-    grow_vocabulary(base, config.vocab_size)
+    source = adapter_source(found)
+    base = load_base(source, torch.float32, attention)
+    _add_rows(base, config.vocab_size, stored_dtype(source))
     model = get_method(config.method)[1].from_base(base, **config.settings())
     if model.config.vocab_size != config.vocab_size:
         raise UserError(
@@ -171,12 +172,12 @@ def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str | None
         peft_config.inference_mode = True
         adapted = get_peft_model(base, peft_config)
         weights = load_peft_weights(str(folder), device="cpu")
-        missing = set(get_peft_model_state_dict(adapted, save_embedding_layers=False)) - set(weights)
-        if missing:
-            raise UserError(f"adapter {found.given!r} is incomplete: no {min(missing)!r} and {len(missing) - 1} more")
+        _check_keys(
+            f"adapter {found.given!r}", get_peft_model_state_dict(adapted, save_embedding_layers=False), weights
+        )
         set_peft_model_state_dict(adapted, weights)
         model.base = adapted.merge_and_unload()
-        _restore_trained(model.base, folder / TRAINED_FILE)
+        _restore_trained(model.base, folder)
     wanted = (config.dtype if dtype == "auto" else dtype) or torch.float32
     assert isinstance(wanted, torch.dtype)
     cast_parameters(model.base, wanted)
@@ -184,30 +185,69 @@ def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str | None
     return model
 
 
+def stored_dtype(source: str | os.PathLike) -> torch.dtype:
+    """The dtype in which `load` would open `source`; float32 where its config names none."""
+    return read_config(resolve_source(source)).dtype or torch.float32
+
+
 @torch.no_grad()
-def _restore_trained(base: PreTrainedModel, file: Path) -> None:
-    """Put the weights that were trained beside an adapter into `base`."""
-    if not file.is_file():
-        return
+def _add_rows(base: PreTrainedModel, num_rows: int, stored: torch.dtype) -> None:
+    """Grow the vocabulary of a source that was loaded in float32 as it would grow in the dtype it is `stored` in."""
+    embeddings: Any = base.get_input_embeddings()
+    old = embeddings.weight.shape[0]
+    grow_vocabulary(base, num_rows)
+    layers: Any = (base.get_input_embeddings(), base.get_output_embeddings())
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        parameter[old:] = parameter[old:].to(stored)
+
+
+def _check_keys(holder: str, expected: Iterable[str], found: Iterable[str]) -> None:
+    """Refuse weights that lack a name or have one too many."""
+    missing, unknown = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing:
+        raise UserError(f"{holder} is incomplete: no {_first_of(missing)}")
+    if unknown:
+        raise UserError(f"{holder} does not fit its source, which has no {_first_of(unknown)}")
+
+
+@torch.no_grad()
+def _restore_trained(base: PreTrainedModel, folder: Path) -> None:
+    """Put the weights that were trained beside an adapter, which `ADAPTER_FILE` names, into `base`."""
+    file = folder / TRAINED_FILE
+    names = read_json(folder / ADAPTER_FILE).get("trained_weights", [])
+    trained = load_file(file) if file.is_file() else {}
+    _check_keys(repr(str(file)), names, trained)
     parameters = dict(base.named_parameters())
-    for name, value in load_file(file).items():
+    for name, value in trained.items():
         if name not in parameters or parameters[name].shape != value.shape:
             raise UserError(f"{str(file)!r} holds {name!r}, which does not fit the source")
         parameters[name].copy_(value)
 
 
 def adapter_source(found: Source) -> str:
-    """The source that an adapter folder was trained on."""
-    told_source = read_json(Path(found.location) / ADAPTER_FILE).get("source")
-    if not isinstance(told_source, str):
+    """The source that an adapter folder was trained on; `UserError` when it, or one that it stands on, is not there."""
+    first = below = _named_source(found)
+    seen = {Path(found.location).resolve()}
+    while below.kind == "adapter":
+        folder = Path(below.location).resolve()
+        if folder in seen:
+            raise UserError(f"adapter {found.given!r} names itself as its source, directly or by {below.given!r}")
+        seen.add(folder)
+        below = _named_source(below)
+    return first.given
+
+
+def _named_source(found: Source) -> Source:
+    """What the file in an adapter folder names; a path with a dot first starts at the folder."""
+    name = read_json(Path(found.location) / ADAPTER_FILE).get("source")
+    if not isinstance(name, str):
         raise UserError(f"{ADAPTER_FILE} in {found.given!r} names no source")
-    if told_source.startswith("."):
-        told_source = os.path.normpath(Path(found.location) / told_source)
+    if name.startswith("."):
+        name = os.path.normpath(Path(found.location).resolve() / name)
     try:
-        resolve_source(told_source)
+        return resolve_source(name)
     except UserError as error:
-        raise UserError(f"adapter {found.given!r} needs its source {told_source!r}: {error}") from error
-    return told_source
+        raise UserError(f"adapter {found.given!r} needs its source {name!r}: {error}") from error
 
 
 # --- helpers -------------------------------------------------------------------------------------------------------
@@ -254,9 +294,12 @@ def _from_pretrained(found: Source, config: PreTrainedConfig, dtype: torch.dtype
     model, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"cannot load {found.given!r}: its weights lack {missing[0]!r}{more}")
+        raise UserError(f"cannot load {found.given!r}: its weights lack {_first_of(missing)}")
     return model
+
+
+def _first_of(names: list[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _check_choices(dtype: str | torch.dtype | None, attention: str | None) -> tuple[torch.dtype | str, str | None]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jsonargparse import Namespace
 
@@ -41,7 +42,7 @@ def make_parser(argv: Sequence[str]) -> Parser:
 
 def run(values: Namespace) -> Result:
     from polydecode.auto import read_config, resolve_source
-    from polydecode.convert import convert_to_folder
+    from polydecode.convert import convert_to_folder, tokenizer_or_none
 
     options = options_of(ConvertOptions, values)
     config_class, _ = get_method(options.method)
@@ -51,9 +52,26 @@ def run(values: Namespace) -> Result:
     written = config.settings()
     told = ", ".join(f"{flag(name)} {value}" for name, value in written.items() if value is not None)
     text = f"wrote {folder} ({options.method}{': ' + told if told else ''})"
-    source = read_config(resolve_source(options.source))
-    added = config.vocab_size - source.vocab_size
-    if added:
-        text += f"\nadded {added} row to the vocabulary of {source.vocab_size}"
-    report = {"checkpoint": str(folder), "method": options.method, "settings": written, "added_rows": added}
+    rows = read_config(resolve_source(options.source)).vocab_size
+    token_ids = {name: value for name, value in written.items() if name.endswith("token_id") and value is not None}
+    tokenizer = tokenizer_or_none(folder) if token_ids else None
+    kinds = {name: _kind_of_row(token_id, rows, tokenizer) for name, token_id in token_ids.items()}
+    text += "".join(f"\n{flag(name)} {written[name]} is {kind}" for name, kind in kinds.items())
+    report = {
+        "checkpoint": str(folder),
+        "method": options.method,
+        "settings": written,
+        "token_rows": kinds,
+        "added_rows": config.vocab_size - rows,
+    }
     return Result(text, report)
+
+
+def _kind_of_row(token_id: int, rows: int, tokenizer: Any) -> str:
+    """What the vocabulary's row `token_id` was in a source of that many `rows`."""
+    if token_id >= rows:
+        return "a new row of the vocabulary"
+    if tokenizer is None:
+        return "a row of the vocabulary"
+    tokens = [token for token, number in tokenizer.get_vocab().items() if number == token_id]
+    return f"the tokenizer's {tokens[0]!r}" if tokens else "a row that the tokenizer leaves free"

@@ -93,7 +93,14 @@ def report_parameters(model: ParallelDecoder) -> None:
     line = f"training {count:,} of {total:,} parameters ({count / total:.1%})"
     adapters = sum(n for name, n in trained.items() if "lora_" in name)
     if adapters:
-        line += f": {adapters:,} of adapters"
-        if count > adapters:
-            line += f", {count - adapters:,} of embeddings, norms and head"
+        head = model.get_output_embeddings()
+        tied = head.weight is model.get_input_embeddings().weight
+        of_both = {id(p) for layer in (model.get_input_embeddings(), head) for p in layer.parameters()}
+        embeddings = sum(n for name, n in trained.items() if id(parameters[name]) in of_both)
+        kinds = {
+            "adapters": adapters,
+            "embeddings" if tied else "embeddings and head": embeddings,
+            "norms": count - adapters - embeddings,
+        }
+        line += ": " + ", ".join(f"{n:,} of {kind}" for kind, n in kinds.items() if n)
     print(line, file=sys.stderr)
