@@ -342,10 +342,13 @@ def test_a_source_beside_the_adapter_is_named_from_the_folder(tmp_path, data, mo
     trained("source", "out", data, max_steps=1)
     trained("./../" + tmp_path.name + "/source", "two", data, max_steps=1)
     trained("source", "deep/out", data, max_steps=1)
-    named = [json.loads((tmp_path / out / "polydecode_adapter.json").read_text())["source"] for out in ("out", "two")]
-    assert named == ["../source", "../source"]
-    named = json.loads((tmp_path / "deep" / "out" / "polydecode_adapter.json").read_text())["source"]
-    assert named == str(tmp_path / "source")
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    shutil.copytree(tmp_path / "source", tmp_path / "far" / "source")
+    (tmp_path / "hop").symlink_to(tmp_path / "far" / "inner")
+    trained("hop/../source", "far/out", data, max_steps=1)
+    outs = ("out", "two", "deep/out", "far/out")
+    named = [json.loads((tmp_path / out / "polydecode_adapter.json").read_text())["source"] for out in outs]
+    assert named == ["../source", "../source", str(tmp_path / "source"), "../source"]
     monkeypatch.chdir("/")
     assert torch.equal(logits(load(tmp_path / "out")), logits(load(tmp_path / "two")))
 

@@ -186,8 +186,8 @@ def _name_of_source(source: str | os.PathLike, out: str | os.PathLike) -> str:
     path = Path(found.given).expanduser()
     if found.kind == "hub" or not path.exists():
         return found.given
-    path, beside = (Path(os.path.abspath(p)) for p in (path, Path(out).expanduser()))
-    return f"../{path.name}" if path.parent.resolve() == beside.parent.resolve() else str(path)
+    path, beside = path.resolve(), Path(out).expanduser().resolve()
+    return f"../{path.name}" if path.parent == beside.parent else str(path)
 
 
 def export_base(checkpoint: str | os.PathLike, out: str | os.PathLike) -> Path:
