@@ -281,6 +281,16 @@ def test_any_number_of_new_tokens(base, new_tokens, prompt):
     assert (out != MASK).all()
 
 
+def test_a_block_longer_than_the_context_is_refused(base):
+    """Bugs: a mask of 100,000 x 100,000 in training, hundreds of forwards for nine tokens in decoding."""
+    with pytest.raises(UserError, match="context of 512"):
+        model_of(base, block_size=513)
+    with pytest.raises(UserError, match="context of 512"):
+        model_of(base, training_block_sizes=[4, 100000])
+    with pytest.raises(UserError, match="context of 512"):
+        model_of(base).prefill(torch.tensor([[1]]), block_size=99999)
+
+
 def test_a_block_above_the_trained_one_warns(base):
     """Bug: a larger block than trained taken in silence."""
     with pytest.warns(UserWarning, match="above the trained 4"):

@@ -222,6 +222,15 @@ def test_what_is_no_target_is_never_masked(base):
     assert is_masked[noisy.is_real & (noisy.column != 8)].all()
 
 
+def test_filling_ends_with_the_context(base):
+    """Bug: end tokens trained at positions the model does not have, where decoding never goes."""
+    model = tiny_model("block_diffusion", base, block_size=64, fill_last_block=True)
+    batch = batch_of([[3] * 490], [[5] * 11 + [2]])
+    noisy, _, _, _ = model._noise(batch, RowGenerators([1]))
+    assert int(noisy.position.max()) == 511
+    assert int(noisy.is_filling.sum()) == 10
+
+
 # --- the loss --------------------------------------------------------------------------------------------------------
 
 

@@ -402,3 +402,28 @@ def test_a_setting_that_is_on_by_default_stays_on(tmp_path, source, capsys):
         assert written["fill_last_block"] is True
     assert main(["convert", str(source), str(tmp_path / "x"), "--method", "block_diffusion", "--fuse-write", "so"]) == 2
     assert "true or false" in capsys.readouterr().err
+
+
+def test_a_block_above_the_trained_one_is_told(tmp_path, source, capsys):
+    """Bug: a note that the command line swallows with the libraries' warnings."""
+    assert main(["convert", str(source), str(tmp_path / "b"), "--method", "block_diffusion", "--block-size", "4"]) == 0
+    words = ["generate", str(tmp_path / "b"), "--prompt", "hello", "--max-new-tokens", "4"]
+    capsys.readouterr()
+    assert main([*words, "--block-size", "8", "--threshold", "0"]) == 0
+    assert "note: block_size 8 is above the trained 4" in capsys.readouterr().err
+    assert main([*words, "--stop", ""]) == 2
+    assert "stop text is empty" in capsys.readouterr().err
+    assert main(["benchmark", str(tmp_path / "b"), "--repeats", "1", "--new-tokens", "4", "--prompt-tokens", "4",
+                 "--selector", "random,margin", "--dtype", "float32", "--json"]) == 0  # fmt: skip
+    chosen = capsys.readouterr().out
+    assert "random" in chosen
+    assert "margin" in chosen
+
+
+def test_resuming_nothing_leaves_nothing(tmp_path, checkpoint, capsys):
+    """Bug: empty folders made before the refusal."""
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    assert main(["train", str(checkpoint), str(tmp_path / "o"), "--data", str(data), "--resume"]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert not (tmp_path / "o").exists()

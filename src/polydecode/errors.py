@@ -13,6 +13,10 @@ class UserError(ValueError):
     """A fault of the input, told in one line; the command line exits with code 2."""
 
 
+class UserNotice(UserWarning):
+    """Something the user should know that stops nothing; the command line prints it as a note."""
+
+
 def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> UserError:
     """The error for a name that is not in `allowed`, with the nearest allowed name when one is near.
 

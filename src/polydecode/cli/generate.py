@@ -80,7 +80,7 @@ def run(values: Namespace) -> Result:
         max_new_tokens=options.max_new_tokens,
         **_sampling(options),
         seed=options.seed,
-        stop_strings=options.stop or None,
+        stop_strings=_stop_strings(options.stop),
         tokenizer=tokenizer,
         streamer=None if values.json else TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         return_dict_in_generate=True,
@@ -169,3 +169,9 @@ def _sampling(options: GenerateOptions) -> dict[str, Any]:
         "top_k": options.top_k,
         "top_p": options.top_p,
     }
+
+
+def _stop_strings(stop: list[str]) -> list[str] | None:
+    if "" in stop:
+        raise UserError("a stop text is empty; leave it out")
+    return stop or None

@@ -70,4 +70,10 @@ def _tidy(text: str) -> str:
 def chosen_options(values: Any) -> dict[str, Any]:
     """The generation options that were given."""
     names = {name for method in method_names() for name in get_method(method)[1].OPTIONS}
-    return {name: values[name] for name in sorted(names) if values.get(name) is not None}
+    given = {name: values[name] for name in sorted(names) if values.get(name) is not None}
+    return {name: _split(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+def _split(values: list[Any]) -> list[Any]:
+    """Words with commas as several words; other items as they are."""
+    return [part for value in values for part in (value.split(",") if isinstance(value, str) else [value])]

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from polydecode.errors import UserNotice
+
 _NUMERIC = re.compile(r"-|-?\d[\d.,:-]*")
 
 
@@ -74,4 +76,6 @@ def quiet(verbose: bool) -> Iterator[None]:
         logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        warnings.simplefilter("default", UserNotice)
+        warnings.showwarning = lambda message, *_: log(f"polydecode: note: {message}")
         yield

@@ -42,6 +42,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     out = Path(config.out)
     if out.exists() and any(out.iterdir()) and not config.resume:
         raise UserError(f"output folder {str(out)!r} is not empty; choose another or give --resume")
+    last = _last_checkpoint(out) if config.resume else None
     tokenizer = load_tokenizer(config.checkpoint)
     training, held_out = _examples(config, tokenizer)
     set_seed(config.seed)
@@ -52,7 +53,6 @@ def train(config: TrainConfig) -> dict[str, Any]:
     trainer = DecoderTrainer(model, config, training, held_out, pad_token_id(tokenizer))
     report_parameters(model)
     started = time.monotonic()
-    last = _last_checkpoint(out) if config.resume else None
     if last is not None:
         trainer.budget.restore(Path(last))
     with _finish_on_interrupt(trainer):

@@ -81,6 +81,9 @@ class BlockDiffusionConfig(ParallelDecoderConfig):
                 raise UserError("training_block_sizes is empty; give at least one size or leave it out")
             for size in self.training_block_sizes:
                 check_count("training_block_sizes", size)
+        context = getattr(self, "max_position_embeddings", None)
+        for size in (self.block_size, *(self.training_block_sizes or ())):
+            check_block_fits(size, context)
         if self.half_life_ratio is not None and not 0 <= self.half_life_ratio <= 1:
             raise UserError(
                 f"half_life_ratio is {self.half_life_ratio}; it must be from 0 to 1, or null for uniform masking"
@@ -97,6 +100,12 @@ def check_count(name: str, value: object) -> None:
     """Refuse what is no integer of 1 or more."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UserError(f"{name} is {value!r}; it must be an integer of 1 or more")
+
+
+def check_block_fits(size: int, context: int | None) -> None:
+    """Refuse a block longer than the model's context."""
+    if context is not None and size > context:
+        raise UserError(f"block_size is {size}; it must fit the model's context of {context}")
 
 
 def check_threshold(value: object) -> None:

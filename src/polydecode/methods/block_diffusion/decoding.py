@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polydecode.errors import UserError
+from polydecode.errors import UserError, UserNotice
 from polydecode.methods.base import Choose
 from polydecode.methods.batch import Step, left_aligned
 from polydecode.methods.block_diffusion.commit import chosen, random_scores, scores
@@ -80,7 +80,9 @@ def per_row(name: str, value: Any, rows: int) -> list:
 def warn_above_trained(sizes: list[int], trained: int) -> None:
     """Say, once per process, that a block size above the trained one is asked for."""
     if max(sizes) > trained:
-        warnings.warn(f"block_size {max(sizes)} is above the trained {trained}; quality may fall", stacklevel=4)
+        warnings.warn(
+            f"block_size {max(sizes)} is above the trained {trained}; quality may fall", UserNotice, stacklevel=4
+        )
 
 
 def prefill(

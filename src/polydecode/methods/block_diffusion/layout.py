@@ -87,8 +87,9 @@ def read_batch(batch: Batch, block_size_B: Tensor) -> Places:
     )
 
 
-def noisy_half(clean: Places, block_size_B: Tensor, end_ids: set[int]) -> Places:
-    """One copy (B, A) of the answers, each continued with filling behind an end token (`end_ids`; empty: no filling)."""
+def noisy_half(clean: Places, block_size_B: Tensor, end_ids: set[int], context: int | None = None) -> Places:
+    """One copy (B, A) of the answers, each continued with filling behind an end token (`end_ids`; empty: no filling) up to
+    the end of its block, or of the model's `context`, where decoding ends a block too."""
     answer_BT = clean.is_real & ~clean.is_prompt
     rows_N, columns_N = answer_BT.nonzero(as_tuple=True)
     is_last_BT = torch.ones_like(answer_BT)
@@ -96,6 +97,8 @@ def noisy_half(clean: Places, block_size_B: Tensor, end_ids: set[int]) -> Places
     is_end_N = torch.isin(clean.token[rows_N, columns_N], torch.tensor(sorted(end_ids), dtype=torch.long))
     filled_N = is_last_BT[rows_N, columns_N] & is_end_N & clean.is_target[rows_N, columns_N]
     room_N = block_size_B[rows_N] - 1 - clean.place[rows_N, columns_N]
+    if context is not None:
+        room_N = torch.minimum(room_N, (context - 1 - clean.position[rows_N, columns_N]).clamp_min(0))
     repeats_N = 1 + torch.where(filled_N, room_N, 0)
     offset_M = _count_up(repeats_N)
     rows_M, columns_M = rows_N.repeat_interleave(repeats_N), columns_N.repeat_interleave(repeats_N)

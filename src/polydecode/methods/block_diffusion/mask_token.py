@@ -48,7 +48,7 @@ def _choose(rows: int, tokenizer: Any) -> int:
 def _other_use(base: PreTrainedModel, tokenizer: Any, token_id: int) -> str:
     """What else `token_id` is for, in words; "" for nothing."""
     for place in (base.config, base.generation_config, tokenizer):
-        for name in ("pad_token_id", "eos_token_id", "bos_token_id"):
+        for name in ("pad_token_id", "eos_token_id", "bos_token_id", "unk_token_id"):
             value = getattr(place, name, None)
             if token_id in (value if isinstance(value, list) else [value]):
                 return f"the model's {name}"

@@ -26,7 +26,13 @@ from polydecode.errors import unknown_name
 from polydecode.methods.base import Choose, ParallelDecoder
 from polydecode.methods.batch import Batch, LossOutput, Score, Step
 from polydecode.methods.block_diffusion import decoding
-from polydecode.methods.block_diffusion.config import SELECTORS, BlockDiffusionConfig, check_count, check_threshold
+from polydecode.methods.block_diffusion.config import (
+    SELECTORS,
+    BlockDiffusionConfig,
+    check_block_fits,
+    check_count,
+    check_threshold,
+)
 from polydecode.methods.block_diffusion.corruption import corrupt
 from polydecode.methods.block_diffusion.layout import (
     Places,
@@ -125,7 +131,7 @@ class BlockDiffusionModel(ParallelDecoder):
         drawn = generator.integers([len(choices)] * rows) if len(choices) > 1 else [0] * rows
         size_B = torch.tensor([choices[i] for i in drawn])
         clean = read_batch(batch, size_B)
-        one = noisy_half(clean, size_B, self._end_ids())
+        one = noisy_half(clean, size_B, self._end_ids(), config.max_position_embeddings)
         may_mask_BA = one.is_real & one.is_target
         if config.token_shift:
             may_mask_BA &= one.position > 0
@@ -247,6 +253,7 @@ class BlockDiffusionModel(ParallelDecoder):
         per_row = {name: decoding.per_row(name, value, rows) for name, value in chosen.items()}
         for size in per_row["block_size"]:
             check_count("block_size", size)
+            check_block_fits(size, config.max_position_embeddings)
         decoding.warn_above_trained(per_row["block_size"], self._places_logged())
         for threshold in per_row["threshold"]:
             check_threshold(threshold)
