@@ -51,20 +51,18 @@ def train_to(checkpoint: Path, out: Path, data: Path, common: dict, tokens: int,
 
 
 def measure(model, tokenizer, questions: list[Item], common: dict, **options) -> tuple[float, float]:
-    """(share of exact answers, tokens per forward without the prefill), the rows of one length at a time."""
+    """(share of exact answers, tokens per forward without the prefill), one item at a time."""
     right = tokens = forwards = 0
-    lengths = {i: len(tokenizer(q.prompt)["input_ids"]) for i, q in enumerate(questions)}
-    for length in sorted(set(lengths.values())):
-        for i in (i for i, n in lengths.items() if n == length):
-            ids = torch.tensor([tokenizer(questions[i].prompt)["input_ids"]])
-            out = generate(
-                model, ids, max_new_tokens=common["answer_tokens"], do_sample=False, eos_token_id=0,
-                return_dict_in_generate=True, **options,
-            )  # fmt: skip
-            answer = out.sequences[0, length:].tolist()
-            right += answer == [*tokenizer(questions[i].answer)["input_ids"], tokenizer.eos_token_id]
-            tokens += out.num_new_tokens[0]
-            forwards += out.forwards - (model.config.method == "block_diffusion")
+    for question in questions:
+        ids = torch.tensor([tokenizer(question.prompt)["input_ids"]])
+        out = generate(
+            model, ids, max_new_tokens=common["answer_tokens"], do_sample=False, eos_token_id=0,
+            return_dict_in_generate=True, **options,
+        )  # fmt: skip
+        answer = out.sequences[0, ids.shape[1] :].tolist()
+        right += answer == [*tokenizer(question.answer)["input_ids"], tokenizer.eos_token_id]
+        tokens += out.num_new_tokens[0]
+        forwards += out.forwards - (model.config.method == "block_diffusion")
     return right / len(questions), tokens / forwards
 
 

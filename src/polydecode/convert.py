@@ -167,8 +167,7 @@ def _trained_beside(model: ParallelDecoder, source: str | os.PathLike) -> dict[s
     rows, stored = read_config(resolve_source(source)).vocab_size, stored_dtype(source)
 
     def is_made_again(weight: torch.Tensor) -> bool:
-        row = mean_row(weight[:rows]).to(stored).to(weight.dtype)
-        return bool((weight[rows:] == row).all())
+        return bool((weight[rows:] == mean_row(weight[:rows], stored)).all())
 
     layers: Any = (model.get_input_embeddings(), model.get_output_embeddings())
     weights = [layer.weight for layer in layers if len(layer.weight) > rows]

@@ -161,7 +161,7 @@ def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str | None
     read_json(folder / "adapter_config.json")
     source = adapter_source(found)
     base = load_base(source, torch.float32, attention)
-    _add_rows(base, config.vocab_size, stored_dtype(source))
+    grow_vocabulary(base, config.vocab_size, stored_dtype(source))
     model = get_method(config.method)[1].from_base(base, **config.settings())
     if model.config.vocab_size != config.vocab_size:
         raise UserError(
@@ -188,17 +188,6 @@ def _load_adapter(found: Source, dtype: torch.dtype | str, attention: str | None
 def stored_dtype(source: str | os.PathLike) -> torch.dtype:
     """The dtype in which `load` would open `source`; float32 where its config names none."""
     return read_config(resolve_source(source)).dtype or torch.float32
-
-
-@torch.no_grad()
-def _add_rows(base: PreTrainedModel, num_rows: int, stored: torch.dtype) -> None:
-    """Grow the vocabulary of a source that was loaded in float32 as it would grow in the dtype it is `stored` in."""
-    embeddings: Any = base.get_input_embeddings()
-    old = embeddings.weight.shape[0]
-    grow_vocabulary(base, num_rows)
-    layers: Any = (base.get_input_embeddings(), base.get_output_embeddings())
-    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
-        parameter[old:] = parameter[old:].to(stored)
 
 
 def _check_keys(holder: str, expected: Iterable[str], found: Iterable[str]) -> None:

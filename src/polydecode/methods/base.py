@@ -283,3 +283,17 @@ def write_generation_config(model: ParallelDecoder) -> None:
     source: GenerationConfig | None = getattr(model.base, "generation_config", None)
     if source is not None:
         model.generation_config = GenerationConfig.from_dict(json.loads(json.dumps(source.to_dict())))
+
+
+def cost_row(
+    settings: dict[str, Any], options: dict[str, Any], forwards: float, forwards_with_head: float
+) -> dict[str, Any]:
+    """One row of `predicted_costs`."""
+    return {
+        "settings": settings,
+        "options": options,
+        "forwards_per_token": forwards,
+        "forwards_per_token_with_head": forwards_with_head,
+        "speedup": 1 / forwards,
+        "speedup_with_head": 1 / forwards_with_head,
+    }

@@ -4,6 +4,7 @@ Legend: B rows, P prompt tokens, T tokens, K most tokens a step commits.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,3 +109,12 @@ def left_aligned(input_ids: Tensor, attention_mask: Tensor | None) -> Rows:
         raise UserError("a row of attention_mask is all zeros: every prompt needs at least one token")
     order_BP = torch.argsort((~real_BP).to(torch.int8), dim=1, stable=True)
     return Rows(input_ids.gather(1, order_BP)[:, : int(length_B.max())], length_B)
+
+
+def per_row(name: str, value: Any, rows: int) -> list[Any]:
+    """An option's `value` for each row: a list or tensor of as many entries, or the same for all. `UserError` otherwise."""
+    values = value.tolist() if isinstance(value, Tensor) else value
+    values = list(values) if isinstance(values, (list, tuple)) else [values] * rows
+    if len(values) != rows:
+        raise UserError(f"{name} has {len(values)} entries for {rows} rows; give one, or one per row")
+    return values

@@ -23,7 +23,6 @@ from polydecode.ops.masks import (
     Predicate,
     causal,
     mask_of,
-    materialise,
     same_document,
     sliding_window,
     two_sided_window,
@@ -77,22 +76,22 @@ class DecoderStack:
         a single query reads every key. It is what keeps the fused kernels. `documents_BT` numbers packed documents, whose
         positions restart; they are for full passes only.
         """
-        implementation, dtype = self.config._attn_implementation, hidden_BTD.dtype
+        implementation, rows = self.config._attn_implementation, len(hidden_BTD)
         queries = position_ids_BT.shape[1]
-        keys_BK = position_ids_BT if key_positions_BK is None else key_positions_BK
+        queries_BT = position_ids_BT.expand(rows, -1)
+        keys_BK = queries_BT if key_positions_BK is None else key_positions_BK.expand(rows, -1)
         reach = keys_BK.shape[1]
 
         def mask(allowed: Predicate) -> Any:
-            if implementation == "flex_attention":
-                return self._flex_mask(allowed, hidden_BTD, position_ids_BT, keys_BK, documents_BT)
-            if documents_BT is None:
-                return materialise(allowed(position_ids_BT[:, :, None], keys_BK[:, None, :]), implementation, dtype)
-            index_1T = torch.arange(queries, device=position_ids_BT.device)[None]
-            inside = same_document(allowed, documents_BT[:, :, None], documents_BT[:, None, :])
-            return materialise(inside(index_1T[:, :, None], index_1T[:, None, :]), implementation, dtype)
+            def pattern(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                if documents_BT is None:
+                    return allowed(queries_BT[b, q], keys_BK[b, k])
+                return same_document(allowed, documents_BT[b, q], documents_BT[b, k])(q, k)
+
+            return self._mask(pattern, hidden_BTD, reach)
 
         unmasked = dense and documents_BT is None and (implementation == "sdpa" or queries == 1)
-        masks: dict[str, Tensor | None] = {}
+        masks: dict[str, Any] = {}
         for kind in set(self.layer_types):
             if kind == "sliding_attention" and self._window and reach > self._window:
                 masks[kind] = mask(sliding_window(self._window))
@@ -100,20 +99,9 @@ class DecoderStack:
                 masks[kind] = None if unmasked else mask(causal)
         return Attention(position_ids_BT, self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT), masks)
 
-    @staticmethod
-    def _flex_mask(
-        allowed: Predicate, hidden_BTD: Tensor, queries_BT: Tensor, keys_BK: Tensor, documents_BT: Tensor | None
-    ) -> Any:
-        """The BlockMask of a rule of positions, within documents where there are some."""
-        rows = len(hidden_BTD)
-        queries_BT, keys_BK = queries_BT.expand(rows, -1), keys_BK.expand(rows, -1)
-
-        def pattern(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            pair = allowed(queries_BT[b, q], keys_BK[b, k])
-            return pair if documents_BT is None else pair & (documents_BT[b, q] == documents_BT[b, k])
-
-        shape = (rows, queries_BT.shape[1], keys_BK.shape[1])
-        return mask_of(pattern, shape, "flex_attention", hidden_BTD.dtype, hidden_BTD.device)
+    def _mask(self, pattern: Pattern, hidden_BTD: Tensor, reach: int) -> Any:
+        shape = (*hidden_BTD.shape[:2], reach)
+        return mask_of(pattern, shape, self.config._attn_implementation, hidden_BTD.dtype, hidden_BTD.device)
 
     def patterned(
         self,
@@ -125,10 +113,8 @@ class DecoderStack:
         """Attention by `pattern` instead of causality, for queries at `position_ids_BT` over keys at `key_positions_BK` (None:
         the queries are the keys). Layers with a sliding window also keep to it, on both sides.
         """
-        implementation, device = self.config._attn_implementation, hidden_BTD.device
         position_ids_BT = position_ids_BT.expand(hidden_BTD.shape[:2])
         keys_BK = position_ids_BT if key_positions_BK is None else key_positions_BK.expand(len(hidden_BTD), -1)
-        shape = (*position_ids_BT.shape, keys_BK.shape[1])
         masks: dict[str, Any] = {}
         for kind in set(self.layer_types):
             chosen = pattern
@@ -138,7 +124,7 @@ class DecoderStack:
                 def chosen(b: Tensor, q: Tensor, k: Tensor, near: Predicate = near) -> Tensor:
                     return pattern(b, q, k) & near(position_ids_BT[b, q], keys_BK[b, k])
 
-            masks[kind] = mask_of(chosen, shape, implementation, hidden_BTD.dtype, device)
+            masks[kind] = self._mask(chosen, hidden_BTD, keys_BK.shape[1])
         return Attention(position_ids_BT, self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT), masks)
 
     def run(
@@ -155,6 +141,19 @@ class DecoderStack:
                 use_cache=cache is not None,
             )
         return hidden_BTD
+
+    def read(
+        self,
+        input_ids_BT: Tensor,
+        position_ids_BT: Tensor,
+        pattern: Pattern,
+        key_positions_BK: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Hidden states (B, T, D) after all layers under `pattern` (see `patterned`), before the final normalisation."""
+        hidden_BTD = self.embed(input_ids_BT)
+        attention = self.patterned(hidden_BTD, position_ids_BT, pattern, key_positions_BK)
+        return self.run(hidden_BTD, 0, self.num_layers, attention, cache)
 
     def norm(self, hidden_BTD: Tensor) -> Tensor:
         """The final normalisation."""

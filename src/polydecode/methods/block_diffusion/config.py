@@ -67,23 +67,18 @@ class BlockDiffusionConfig(ParallelDecoderConfig):
         for name, allowed in (
             ("attention", ATTENTIONS),
             ("prompt_attention", PROMPT_ATTENTIONS),
-            ("selector", SELECTORS),
         ):
             if getattr(self, name) not in allowed:
                 raise unknown_name(name, getattr(self, name), allowed)
-        check_count("block_size", self.block_size)
+        context = getattr(self, "max_position_embeddings", None)
+        check_decoding(self.threshold, self.block_size, self.steps, self.selector, context)
         check_count("noise_draws", self.noise_draws)
-        check_threshold(self.threshold)
-        if self.steps is not None:
-            check_count("steps", self.steps)
         if self.training_block_sizes is not None:
             if not self.training_block_sizes:
                 raise UserError("training_block_sizes is empty; give at least one size or leave it out")
             for size in self.training_block_sizes:
                 check_count("training_block_sizes", size)
-        context = getattr(self, "max_position_embeddings", None)
-        for size in (self.block_size, *(self.training_block_sizes or ())):
-            check_block_fits(size, context)
+                check_block_fits(size, context)
         if self.half_life_ratio is not None and not 0 <= self.half_life_ratio <= 1:
             raise UserError(
                 f"half_life_ratio is {self.half_life_ratio}; it must be from 0 to 1, or null for uniform masking"
@@ -94,6 +89,19 @@ class BlockDiffusionConfig(ParallelDecoderConfig):
             raise UserError("noise_draws above 1 needs attention clean_context: other noisy copies share their context")
         if self.mask_token_id is not None and self.mask_token_id < 0:
             raise UserError(f"mask_token_id is {self.mask_token_id}; it must be 0 or more")
+
+
+def check_decoding(
+    threshold: object, block_size: int, steps: int | None, selector: str, context: int | None = None
+) -> None:
+    """Refuse decoding options out of range; `context` is the model's, where it is known."""
+    check_count("block_size", block_size)
+    check_block_fits(block_size, context)
+    check_threshold(threshold)
+    if steps is not None:
+        check_count("steps", steps)
+    if selector not in SELECTORS:
+        raise unknown_name("selector", selector, SELECTORS)
 
 
 def check_count(name: str, value: object) -> None:

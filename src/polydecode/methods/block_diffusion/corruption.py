@@ -61,8 +61,5 @@ def _rank_in_block(score_DN: Tensor, block_N: Tensor) -> Tensor:
     """The rank (D, N) of each score among its block's, the highest 0; ties in order."""
     by_score_DN = score_DN.argsort(dim=1, descending=True, stable=True)
     by_block_DN = by_score_DN.gather(1, block_N[by_score_DN].argsort(dim=1, stable=True))
-    index_N = torch.arange(len(block_N))
-    starts_N = torch.ones_like(block_N, dtype=torch.bool)
-    starts_N[1:] = block_N[1:] != block_N[:-1]
-    rank_N = index_N - index_N[starts_N][block_N]
+    rank_N = places(block_N, torch.ones_like(block_N, dtype=torch.bool))
     return torch.empty_like(by_block_DN).scatter_(1, by_block_DN, rank_N.expand_as(by_block_DN))

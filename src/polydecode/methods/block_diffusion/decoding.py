@@ -8,12 +8,12 @@ Legend: B rows, P prompt tokens, W tokens of the widest row in a pass, N masked 
 
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from polydecode.errors import UserError, UserNotice
+from polydecode.errors import UserNotice
 from polydecode.methods.base import Choose
 from polydecode.methods.batch import Step, left_aligned
 from polydecode.methods.block_diffusion.commit import chosen, random_scores, scores
@@ -68,15 +68,6 @@ class BlockDiffusionState:
     rows: list[Row]
 
 
-def per_row(name: str, value: Any, rows: int) -> list:
-    """`value` for each row: a list of as many entries, or the same for all."""
-    values = value.tolist() if isinstance(value, Tensor) else value
-    values = list(values) if isinstance(values, (list, tuple)) else [values] * rows
-    if len(values) != rows:
-        raise UserError(f"{name} has {len(values)} entries for {rows} rows; give one, or one per row")
-    return values
-
-
 def warn_above_trained(sizes: list[int], trained: int) -> None:
     """Say, once per process, that a block size above the trained one is asked for."""
     if max(sizes) > trained:
@@ -120,16 +111,15 @@ def _read_prompts(model: "BlockDiffusionModel", state: BlockDiffusionState, ids_
     num_rows, width = ids_BP.shape
     position_BP = torch.arange(width, device=ids_BP.device).expand(num_rows, -1)
     cache.plan(prompt_plan(cache, length_B, width))
-    hidden_BPD = stack.embed(ids_BP)
+
+    def real(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k < length_B[b]) | (q == k)
+
     if model.config.prompt_attention == "causal":
-        attention = stack.attention(hidden_BPD, position_BP)
+        hidden_BPD = stack.embed(ids_BP)
+        hidden_BPD = stack.run(hidden_BPD, 0, stack.num_layers, stack.attention(hidden_BPD, position_BP), cache)
     else:
-
-        def real(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (k < length_B[b]) | (q == k)
-
-        attention = stack.patterned(hidden_BPD, position_BP, real)
-    hidden_BPD = stack.run(hidden_BPD, 0, stack.num_layers, attention, cache)
+        hidden_BPD = stack.read(ids_BP, position_BP, real, cache=cache)
     if model.config.token_shift:
         for b, row in enumerate(state.rows):
             row.before_D = hidden_BPD[b, row.written - 1]
@@ -172,14 +162,12 @@ def _pass(model: "BlockDiffusionModel", state: BlockDiffusionState, taking_part:
 
     Returns the hidden states (N, D) that predict the masked tokens, row by row; the finished blocks are written then.
     """
-    stack, rows = model.stack, [state.rows[b] for b in taking_part]
-    device = model.device
+    rows, device = [state.rows[b] for b in taking_part], model.device
     starts = [row.written for row in rows]
     texts = [row.finished + (row.block if with_block else []) for row in rows]
     stops = [start + len(text) for start, text in zip(starts, texts, strict=True)]
     append_ = append(state.cache, starts, stops, taking_part, device)
     width = append_.position_ids_RT.shape[1]
-    ids = [[0] * (width - len(t)) + [model.mask_token_id if i == MASKED else i for i in t] for t in texts]
     border_R = torch.tensor([row.start for row in rows], device=device)
     stop_R = torch.tensor(stops, device=device)
     position_RW = append_.position_ids_RT
@@ -188,15 +176,20 @@ def _pass(model: "BlockDiffusionModel", state: BlockDiffusionState, taking_part:
         end = torch.where(position_RW[b, q] < border_R[b], border_R[b], stop_R[b])
         return k < end
 
-    hidden_RWD = stack.embed(torch.tensor(ids, device=device))
-    attention = stack.patterned(hidden_RWD, position_RW, before_the_open_block, append_.key_positions_1K)
     state.cache.plan(append_.plan)
-    hidden_RWD = stack.run(hidden_RWD, 0, stack.num_layers, attention, state.cache)
+    ids_RW = _with_filler(model, texts, width)
+    hidden_RWD = model.stack.read(ids_RW, position_RW, before_the_open_block, append_.key_positions_1K, state.cache)
     for r, row in enumerate(rows):
         if row.finished and model.config.token_shift:
             row.before_D = hidden_RWD[r, width - (len(row.block) if with_block else 0) - 1]
         row.written, row.finished = row.start, []
     return _predicting(model, rows, hidden_RWD, width) if with_block else hidden_RWD[:0, 0]
+
+
+def _with_filler(model: "BlockDiffusionModel", texts: list[list[int]], width: int) -> Tensor:
+    """Token ids (B, W) of texts that end at the last column; the mask token where a text is MASKED."""
+    ids = [[0] * (width - len(t)) + [model.mask_token_id if i == MASKED else i for i in t] for t in texts]
+    return torch.tensor(ids, device=model.device)
 
 
 def _predicting(model: "BlockDiffusionModel", rows: list[Row], hidden_RWD: Tensor, width: int) -> Tensor:
@@ -216,19 +209,16 @@ def _predicting(model: "BlockDiffusionModel", rows: list[Row], hidden_RWD: Tenso
 
 def _uncached(model: "BlockDiffusionModel", state: BlockDiffusionState) -> Tensor:
     """The same without a cache, every token reading the whole text: all that bidirectional attention allows."""
-    stack, rows, device = model.stack, state.rows, model.device
+    rows, device = state.rows, model.device
     texts = [row.text + row.block for row in rows]
     width = max(map(len, texts))
-    ids = [[0] * (width - len(t)) + [model.mask_token_id if i == MASKED else i for i in t] for t in texts]
     filler_B = torch.tensor([width - len(t) for t in texts], device=device)
     position_BW = (torch.arange(width, device=device) - filler_B[:, None]).clamp_min(0)
 
     def real(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return ((k >= filler_B[b]) & (q >= filler_B[b])) | (q == k)
 
-    hidden_BWD = stack.embed(torch.tensor(ids, device=device))
-    attention = stack.patterned(hidden_BWD, position_BW, real)
-    hidden_BWD = stack.run(hidden_BWD, 0, stack.num_layers, attention)
+    hidden_BWD = model.stack.read(_with_filler(model, texts, width), position_BW, real)
     if model.config.token_shift:
         for r, row in enumerate(rows):
             row.before_D = hidden_BWD[r, width - len(row.block) - 1]

@@ -22,17 +22,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from polydecode.errors import unknown_name
-from polydecode.methods.base import Choose, ParallelDecoder
-from polydecode.methods.batch import Batch, LossOutput, Score, Step
+from polydecode.methods.base import Choose, ParallelDecoder, cost_row
+from polydecode.methods.batch import Batch, LossOutput, Score, Step, per_row
 from polydecode.methods.block_diffusion import decoding
-from polydecode.methods.block_diffusion.config import (
-    SELECTORS,
-    BlockDiffusionConfig,
-    check_block_fits,
-    check_count,
-    check_threshold,
-)
+from polydecode.methods.block_diffusion.config import BlockDiffusionConfig, check_count, check_decoding
 from polydecode.methods.block_diffusion.corruption import corrupt
 from polydecode.methods.block_diffusion.layout import (
     Places,
@@ -73,11 +66,8 @@ class BlockDiffusionModel(ParallelDecoder):
 
     def _hidden(self, ids_BS: Tensor, places: Places, attention: str | None = None) -> Tensor:
         """Normalised hidden states (B, S, D) of a pass over `places`, with the config's `attention` unless one is given."""
-        stack = self.stack
-        hidden_BSD = stack.embed(ids_BS)
         pattern = attention_pattern(places, attention or self.config.attention, self.config.prompt_attention)
-        masks = stack.patterned(hidden_BSD, places.position, pattern)
-        return stack.norm(stack.run(hidden_BSD, 0, stack.num_layers, masks))
+        return self.stack.norm(self.stack.read(ids_BS, places.position, pattern))
 
     def logits(  # type: ignore[override]
         self,
@@ -103,15 +93,13 @@ class BlockDiffusionModel(ParallelDecoder):
 
     def hidden(self, batch: Batch) -> Tensor:
         """Normalised hidden states (B, T, D), every token reading its whole document on both sides."""
-        stack, real_BT = self.stack, batch.attention_mask.bool()
+        real_BT = batch.attention_mask.bool()
         document_BT = torch.zeros_like(batch.input_ids) if batch.document_ids is None else batch.document_ids
 
         def document(b: Tensor, q: Tensor, k: Tensor) -> Tensor:
             return ((document_BT[b, q] == document_BT[b, k]) & real_BT[b, k] & real_BT[b, q]) | (q == k)
 
-        hidden_BTD = stack.embed(batch.input_ids)
-        attention = stack.patterned(hidden_BTD, batch.position_ids(), document)
-        return stack.norm(stack.run(hidden_BTD, 0, stack.num_layers, attention))
+        return self.stack.norm(self.stack.read(batch.input_ids, batch.position_ids(), document))
 
     def _end_ids(self) -> set[int]:
         """The tokens behind which a block is filled up in training."""
@@ -250,20 +238,11 @@ class BlockDiffusionModel(ParallelDecoder):
             chosen["block_size"] = config.block_size
         if chosen["selector"] is None:
             chosen["selector"] = config.selector
-        per_row = {name: decoding.per_row(name, value, rows) for name, value in chosen.items()}
-        for size in per_row["block_size"]:
-            check_count("block_size", size)
-            check_block_fits(size, config.max_position_embeddings)
-        decoding.warn_above_trained(per_row["block_size"], self._places_logged())
-        for threshold in per_row["threshold"]:
-            check_threshold(threshold)
-        for steps in per_row["steps"]:
-            if steps is not None:
-                check_count("steps", steps)
-        for selector in per_row["selector"]:
-            if selector not in SELECTORS:
-                raise unknown_name("selector", selector, SELECTORS)
-        return decoding.prefill(self, input_ids, attention_mask, per_row, seeds or [0] * rows)
+        by_row = {name: per_row(name, value, rows) for name, value in chosen.items()}
+        for values in zip(*by_row.values(), strict=True):
+            check_decoding(**dict(zip(by_row, values, strict=True)), context=config.max_position_embeddings)
+        decoding.warn_above_trained(by_row["block_size"], self._places_logged())
+        return decoding.prefill(self, input_ids, attention_mask, by_row, seeds or [0] * rows)
 
     def step(self, state: decoding.BlockDiffusionState, choose: Choose) -> Step:
         return decoding.step(self, state, choose)
@@ -310,14 +289,6 @@ class BlockDiffusionModel(ParallelDecoder):
                 if rate > size:
                     continue
                 forwards = (math.ceil(size / rate) + (0 if fused else 1)) / size
-                rows.append(
-                    {
-                        "settings": {"block_size": size, "fuse_write": fused},
-                        "options": {"commits_per_forward": rate},
-                        "forwards_per_token": forwards,
-                        "forwards_per_token_with_head": forwards,
-                        "speedup": 1 / forwards,
-                        "speedup_with_head": 1 / forwards,
-                    }
-                )
+                settled = {"block_size": size, "fuse_write": fused}
+                rows.append(cost_row(settled, {"commits_per_forward": rate}, forwards, forwards))
         return rows

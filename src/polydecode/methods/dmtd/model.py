@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from polydecode.errors import UserError
-from polydecode.methods.base import Choose, ParallelDecoder
-from polydecode.methods.batch import Batch, LossOutput, Score, Step, left_aligned
+from polydecode.methods.base import Choose, ParallelDecoder, cost_row
+from polydecode.methods.batch import Batch, LossOutput, Score, Step, left_aligned, per_row
 from polydecode.methods.dmtd.config import DMTDConfig, check_cycle_length
 from polydecode.methods.dmtd.phase import PROMPT, phases
 from polydecode.ops.cache import KVCache, append, prompt_plan
@@ -154,13 +153,7 @@ class DMTDModel(ParallelDecoder):
     # --- decoding --------------------------------------------------------------------------------------------------
 
     def _cycle_lengths(self, given: Any, num_rows: int) -> list[int]:
-        if given is None:
-            given = self.config.cycle_length
-        if isinstance(given, Tensor):
-            given = given.tolist()
-        lengths = list(given) if isinstance(given, (list, tuple)) else [given] * num_rows
-        if len(lengths) != num_rows:
-            raise UserError(f"cycle_length has {len(lengths)} entries for {num_rows} rows; give one, or one per row")
+        lengths = per_row("cycle_length", self.config.cycle_length if given is None else given, num_rows)
         for length in lengths:
             check_cycle_length(length)
         return lengths
@@ -329,16 +322,7 @@ class DMTDModel(ParallelDecoder):
             for cycle_length in range(1, 9):
                 plain = model.forwards_per_token(cycle_length=cycle_length)
                 with_head = model.forwards_per_token(count_head=True, cycle_length=cycle_length)
-                rows.append(
-                    {
-                        "settings": split,
-                        "options": {"cycle_length": cycle_length},
-                        "forwards_per_token": plain,
-                        "forwards_per_token_with_head": with_head,
-                        "speedup": 1 / plain,
-                        "speedup_with_head": 1 / with_head,
-                    }
-                )
+                rows.append(cost_row(split, {"cycle_length": cycle_length}, plain, with_head))
         return rows
 
 
