@@ -1,7 +1,7 @@
 /* out[n][o] = sum_i x[n][i] * w[o][i] for some rows n, all bfloat16, with float32 sums.
 
    A weight is read from memory and widened once, and multiplied into many rows while it is near; this is what makes a pass
-   over several tokens cost little more than a pass over one. Up to 12 rows are dot products, four rows at a time, bound by
+   over several tokens cost little more than a pass over one. Up to 10 rows are dot products, four rows at a time, bound by
    reading the weights. Every 16 rows more are a panel, transposed so that a vector holds one input of 8 rows: 6 outputs x 16
    rows of sums stay in registers, bound by arithmetic; the weights of the next 6 outputs are on their way meanwhile. Compiled on
    first use by ops/native.py. */
@@ -13,7 +13,7 @@
 #define OUTPUTS 6
 #define PANEL 16
 #define CHUNK 96
-#define MOST_DOT_ROWS 12
+#define MOST_DOT_ROWS 10
 #define GROUP 16
 #define LINE 32
 

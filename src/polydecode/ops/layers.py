@@ -31,11 +31,14 @@ from polydecode.ops.masks import (
 
 @dataclass(frozen=True)
 class Attention:
-    """What every layer of one pass shares: positions, the rotary table, a mask per layer type (None = plain causal)."""
+    """What every layer of one pass shares: positions, the rotary table, and a mask per layer type. No mask (None) is plain
+    causality, or every key for every query where `reads_all`.
+    """
 
     position_ids_BT: Tensor
     position_embeddings: tuple[Tensor, Tensor]
     masks: dict[str, Any]
+    reads_all: bool = False
 
 
 class DecoderStack:
@@ -107,11 +110,12 @@ class DecoderStack:
         self,
         hidden_BTD: Tensor,
         position_ids_BT: Tensor,
-        pattern: Pattern,
+        pattern: Pattern | None,
         key_positions_BK: Tensor | None = None,
     ) -> Attention:
         """Attention by `pattern` instead of causality, for queries at `position_ids_BT` over keys at `key_positions_BK` (None:
-        the queries are the keys). Layers with a sliding window also keep to it, on both sides.
+        the queries are the keys). Layers with a sliding window also keep to it, on both sides. Without a pattern every query
+        reads every key, which needs no mask.
         """
         position_ids_BT = position_ids_BT.expand(hidden_BTD.shape[:2])
         keys_BK = position_ids_BT if key_positions_BK is None else key_positions_BK.expand(len(hidden_BTD), -1)
@@ -122,15 +126,18 @@ class DecoderStack:
                 near = two_sided_window(self._window)
 
                 def chosen(b: Tensor, q: Tensor, k: Tensor, near: Predicate = near) -> Tensor:
-                    return pattern(b, q, k) & near(position_ids_BT[b, q], keys_BK[b, k])
+                    inside = near(position_ids_BT[b, q], keys_BK[b, k])
+                    return inside if pattern is None else pattern(b, q, k) & inside
 
-            masks[kind] = self._mask(chosen, hidden_BTD, keys_BK.shape[1])
-        return Attention(position_ids_BT, self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT), masks)
+            masks[kind] = None if chosen is None else self._mask(chosen, hidden_BTD, keys_BK.shape[1])
+        rotary = self.decoder.rotary_emb(hidden_BTD, position_ids=position_ids_BT)
+        return Attention(position_ids_BT, rotary, masks, reads_all=pattern is None)
 
     def run(
         self, hidden_BTD: Tensor, start: int, stop: int, attention: Attention, cache: KVCache | None = None
     ) -> Tensor:
         """Layers [start, stop) on `hidden_BTD`, writing to `cache` (planned beforehand) when there is one."""
+        unmasked = {"is_causal": False} if attention.reads_all else {}
         for i in range(start, stop):
             hidden_BTD = self.layers[i](
                 hidden_BTD,
@@ -139,6 +146,7 @@ class DecoderStack:
                 position_ids=attention.position_ids_BT,
                 cache=cache,
                 use_cache=cache is not None,
+                **unmasked,
             )
         return hidden_BTD
 
@@ -146,7 +154,7 @@ class DecoderStack:
         self,
         input_ids_BT: Tensor,
         position_ids_BT: Tensor,
-        pattern: Pattern,
+        pattern: Pattern | None,
         key_positions_BK: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:

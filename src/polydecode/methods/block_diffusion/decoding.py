@@ -176,9 +176,11 @@ def _pass(model: "BlockDiffusionModel", state: BlockDiffusionState, taking_part:
         end = torch.where(position_RW[b, q] < border_R[b], border_R[b], stop_R[b])
         return k < end
 
+    in_step = len(set(starts)) == len(set(stops)) == 1 and not any(row.finished for row in rows)
     state.cache.plan(append_.plan)
     ids_RW = _with_filler(model, texts, width)
-    hidden_RWD = model.stack.read(ids_RW, position_RW, before_the_open_block, append_.key_positions_1K, state.cache)
+    pattern = None if in_step else before_the_open_block  # a block alone reads all there is
+    hidden_RWD = model.stack.read(ids_RW, position_RW, pattern, append_.key_positions_1K, state.cache)
     for r, row in enumerate(rows):
         if row.finished and model.config.token_shift:
             row.before_D = hidden_RWD[r, width - (len(row.block) if with_block else 0) - 1]
