@@ -1,76 +1,17 @@
-"""Examples from jsonl, as token rows that know what is prompt and what is trained.
+"""Records to examples: which tokens a record becomes, and which of them are trained.
 
 An example is `text` (all of it trained), a `prompt` and its `response` (the response and its end token are trained), or
 `messages` (every assistant turn and its end token are trained, the role headers are not). An example that is cut at
 `max_length` gets no end token: a cut never teaches an end.
-
-Legend: B rows, T tokens.
 """
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from polydecode.config import DataConfig
+from polydecode.data.examples import Example
 from polydecode.errors import UserError
-
-
-@dataclass
-class Example:
-    """One document: token ids, which of them are prompt, which are targets; `example_id` is its place in the data."""
-
-    input_ids: list[int]
-    is_prompt: list[bool]
-    loss_mask: list[bool]
-    example_id: int = 0
-
-
-class Examples(Dataset):
-    """A list of examples as a dataset."""
-
-    def __init__(self, examples: Sequence[Example]):
-        self.examples = list(examples)
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, i: int) -> Example:
-        return self.examples[i]
-
-
-def read_jsonl(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, record) of every non-empty line.
-
-    Raises `UserError` naming file and line for what is no JSON object or no UTF-8, and for a file without records.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise UserError(f"no data file {str(path)!r}")
-    found = False
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            if not raw.strip():
-                continue
-            try:
-                record = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number}: not UTF-8 (byte {error.start} of the line)") from None
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from None
-            if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: a line must be a JSON object, this is a {type(record).__name__}")
-            found = True
-            yield number, record
-    if not found:
-        raise UserError(f"data file {str(path)!r} has no records")
 
 
 def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Example:
@@ -164,59 +105,3 @@ def _through_end_token(span: list[int], tokenizer: PreTrainedTokenizerBase) -> l
     special = set(tokenizer.all_special_ids)
     ends = [i for i, token in enumerate(span) if token in special]
     return span[: ends[-1] + 1] if ends else span + _end(tokenizer)
-
-
-def load_examples(paths: Sequence[str | Path], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
-    """All examples of `paths` in order, numbered from 0. Raises `UserError` naming file and line."""
-    examples: list[Example] = []
-    for path in paths:
-        for number, record in read_jsonl(path):
-            try:
-                example = encode(record, tokenizer, config)
-            except UserError as error:
-                raise UserError(f"{path}:{number}: {error}") from None
-            example.example_id = len(examples)
-            examples.append(example)
-    return examples
-
-
-def split_held_out(examples: Sequence[Example], config: DataConfig) -> tuple[list[Example], list[Example]]:
-    """(training, held-out): held out are those whose content hashes below `eval_fraction`, wherever they stand."""
-    train: list[Example] = []
-    held_out: list[Example] = []
-    for example in examples:
-        digest = hashlib.sha256(str(example.input_ids).encode()).digest()
-        below = int.from_bytes(digest[:8], "big") / 2**64 < config.eval_fraction
-        (held_out if below else train).append(example)
-    if not train:
-        raise UserError("all examples are held out; lower eval_fraction or give more data")
-    return train, held_out[: config.max_eval_examples]
-
-
-class Collator:
-    """Examples to right-padded tensors (B, T), by the names of `Batch`."""
-
-    def __init__(self, pad_token_id: int):
-        self.pad_token_id = pad_token_id
-
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        width = max(len(e.input_ids) for e in examples)
-
-        def pad(rows: list[list], value: int) -> Tensor:
-            return torch.tensor([[int(x) for x in row] + [value] * (width - len(row)) for row in rows])
-
-        return {
-            "input_ids": pad([e.input_ids for e in examples], self.pad_token_id),
-            "attention_mask": pad([[1] * len(e.input_ids) for e in examples], 0),
-            "is_prompt": pad([e.is_prompt for e in examples], 0).bool(),
-            "loss_mask": pad([e.loss_mask for e in examples], 0).bool(),
-            "example_ids": torch.tensor([e.example_id for e in examples]),
-        }
-
-
-def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """A token id to fill rows with; what is padding is told by the attention mask, never by this id."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return token
-    return 0
