@@ -245,7 +245,7 @@ def test_the_loss_is_the_weighted_mean_by_hand(base):
     assert abs(float((output.loss - expected).detach())) < 1e-9
     assert output.num_targets == int(is_masked.sum()) == model.num_targets(batch, RowGenerators([1, 2, 3]))
     sums = output.sums
-    assert abs(sums["masked_loss"] / sums["masked_loss_count"] - float(loss.detach().mean())) < 1e-6
+    assert abs(sums["cross_entropy"] / sums["cross_entropy_count"] - float(loss.detach().mean())) < 1e-6
     assert abs(sums["uniform_loss"] / sums["uniform_loss_count"] - math.log(61)) < 1e-9
     assert sum(sums[f"accuracy_place_{i}_count"] for i in range(3)) == output.num_targets
 

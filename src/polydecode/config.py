@@ -13,6 +13,7 @@ class DataConfig:
         data: jsonl files; each line has `text`, or `prompt` and `response`, or `messages` (role, content).
         chat: put prompt/response pairs into the tokenizer's chat template.
         max_length: longest example in tokens; longer ones are cut at the end.
+        packing: put several whole examples into each row of max_length tokens; batch_size then counts rows.
         eval_data: jsonl files to evaluate on, instead of a part held out of `data`.
         eval_fraction: share of `data` held out, chosen by a hash of each example's content.
         max_eval_examples: at most this many held-out examples are evaluated.
@@ -21,6 +22,7 @@ class DataConfig:
     data: list[str] = field(default_factory=list)
     chat: bool = False
     max_length: int = 1024
+    packing: bool = False
     eval_data: list[str] = field(default_factory=list)
     eval_fraction: float = 0.02
     max_eval_examples: int = 500
@@ -43,8 +45,10 @@ class TrainConfig(DataConfig):
         checkpoint: a converted checkpoint, or any source (then it is trained autoregressively).
         out: folder to write; must be new or empty unless --resume.
         learning_rate: peak learning rate.
-        schedule: cosine, linear or constant, after the warm-up.
+        min_learning_rate: where cosine, linear and wsd end.
+        schedule: after the warm-up: cosine, linear, constant, or wsd (constant, then down linearly over decay_ratio).
         warmup_ratio: share of the run spent warming up.
+        decay_ratio: share of the run in which wsd comes down.
         batch_size: examples per optimiser step on each process.
         micro_batch_size: examples per forward; 0 means the whole batch at once.
         max_steps: optimiser steps; 0 means by epochs.
@@ -67,17 +71,22 @@ class TrainConfig(DataConfig):
         seed: seed of data order and of every random draw.
         log_steps: steps between log lines.
         eval_steps: steps between evaluations; 0 means only at the end.
+        eval_samples: at each evaluation answer this many held-out prompts; tells exact matches and tokens per forward.
         save_steps: steps between checkpoints; 0 means only at the end.
         save_total_limit: checkpoints to keep.
-        report_to: none, tensorboard, wandb, trackio.
+        keep: what OUT gets at the end: last, or best (the evaluation with the lowest held-out loss).
+        spike_factor: skip an update whose gradient norm is this many times the recent median, stop after five; 0 is off.
+        report_to: auto (tensorboard files in OUT/logs where it is installed), none, tensorboard, wandb, trackio.
         resume: go on from the last checkpoint in OUT.
     """
 
     checkpoint: str = ""
     out: str = ""
     learning_rate: float = 1e-4
+    min_learning_rate: float = 0.0
     schedule: str = "cosine"
     warmup_ratio: float = 0.1
+    decay_ratio: float = 0.2
     batch_size: int = 16
     micro_batch_size: int = 0
     max_steps: int = 0
@@ -100,9 +109,12 @@ class TrainConfig(DataConfig):
     seed: int = 42
     log_steps: int = 10
     eval_steps: int = 0
+    eval_samples: int = 0
     save_steps: int = 0
     save_total_limit: int = 2
-    report_to: str = "none"
+    keep: str = "last"
+    spike_factor: float = 20.0
+    report_to: str = "auto"
     resume: bool = False
 
     def check(self) -> None:
@@ -110,7 +122,7 @@ class TrainConfig(DataConfig):
         positive = ("learning_rate", "batch_size", "log_steps", "max_grad_norm", "save_total_limit")
         at_least_zero = (
             "micro_batch_size max_steps epochs max_minutes max_tokens weight_decay lora_rank lora_alpha "
-            "eval_steps save_steps warmup_ratio"
+            "eval_steps eval_samples save_steps warmup_ratio decay_ratio min_learning_rate spike_factor"
         ).split()
         for name in positive:
             if not getattr(self, name) > 0:
@@ -119,13 +131,23 @@ class TrainConfig(DataConfig):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         choices = {
-            "schedule": ("cosine", "linear", "constant"),
+            "schedule": ("cosine", "linear", "constant", "wsd"),
+            "keep": ("last", "best"),
+            "report_to": ("auto", "none", "tensorboard", "wandb", "trackio"),
             "dtype": ("auto", "float32", "bfloat16"),
             "save_dtype": ("float32", "bfloat16", "float16"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.min_learning_rate > self.learning_rate:
+            raise UserError(f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}")
+        if self.warmup_ratio + (self.decay_ratio if self.schedule == "wsd" else 0) > 1:
+            raise UserError(
+                f"warmup_ratio {self.warmup_ratio} and decay_ratio {self.decay_ratio} are more than the whole run"
+            )
+        if self.keep == "best" and not self.eval_steps:
+            raise UserError("keep best compares evaluations: give --eval-steps as well")
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise UserError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"

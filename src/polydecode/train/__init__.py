@@ -20,11 +20,13 @@ from polydecode.auto import load, load_tokenizer
 from polydecode.auto.loading import cast_parameters
 from polydecode.config import TrainConfig
 from polydecode.convert import save_adapter, save_checkpoint
-from polydecode.data import Examples, load_examples, pad_token_id, split_held_out
+from polydecode.data import Examples, PackedExamples, load_examples, split_held_out
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.train.budget import Budget
+from polydecode.train.checks import Diverged
 from polydecode.train.parameters import check_same_weights, prepare_parameters, report_parameters
+from polydecode.train.resume import check_same_run, description, last_checkpoint, may_start, versions, write_run
 from polydecode.train.trainer import DecoderTrainer, averages
 
 __all__ = ["METRICS_FILE", "Budget", "DecoderTrainer", "averages", "prepare_parameters", "train"]
@@ -40,36 +42,49 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """
     config.check()
     out = Path(config.out)
-    if out.exists() and any(out.iterdir()) and not config.resume:
+    if not config.resume and not may_start(out):
         raise UserError(f"output folder {str(out)!r} is not empty; choose another or give --resume")
-    last = _last_checkpoint(out) if config.resume else None
+    last = last_checkpoint(out) if config.resume else None
     tokenizer = load_tokenizer(config.checkpoint)
     training, held_out = _examples(config, tokenizer)
     set_seed(config.seed)
     model = load(config.checkpoint, dtype=torch.float32)
     if config.adapter_source:
         check_same_weights(model, config)
+    if config.keep == "best" and held_out is None:
+        raise UserError(
+            "keep best compares evaluations, and nothing is held out: raise eval_fraction or give eval_data"
+        )
     adapter = prepare_parameters(model, config)
-    trainer = DecoderTrainer(model, config, training, held_out, pad_token_id(tokenizer))
-    report_parameters(model)
-    started = time.monotonic()
+    rows = PackedExamples(training, config.max_length, config.seed) if config.packing else training
+    trainer = DecoderTrainer(model, config, rows, held_out, tokenizer)
+    run = description(config, model, tokenizer, training)
     if last is not None:
-        trainer.budget.restore(Path(last))
+        check_same_run(out, run)
+        trainer.restore(last)
+    if trainer.is_world_process_zero():
+        report_parameters(model)
+        write_run(out, run)
+    if last is None:
+        trainer.say_first_loss()
+    started = time.monotonic()
     with _finish_on_interrupt(trainer):
-        trainer.train(resume_from_checkpoint=last)
-    metrics = (
-        {
-            "steps": trainer.state.global_step,
-            "tokens": trainer.budget.tokens,
-            "minutes": round((time.monotonic() - started) / 60, 2),
-            **{k: v for k, v in trainer.evaluate().items() if k.startswith("eval_")},
-        }
-        if held_out
-        else {"steps": trainer.state.global_step, "tokens": trainer.budget.tokens}
-    )
+        _run(trainer, last)
+    metrics = {
+        "steps": trainer.state.global_step,
+        "tokens": trainer.budget.tokens,
+        "minutes": round((time.monotonic() - started) / 60, 2),
+    }
+    if held_out:
+        metrics |= _final_evaluation(trainer)
     metrics["interrupted"] = trainer.interrupted
     if trainer.is_world_process_zero():
-        report = {"final": metrics, "settings": asdict(config), "log": trainer.state.log_history}
+        report = {
+            "final": metrics,
+            "settings": asdict(config),
+            "versions": versions(),
+            "log": trainer.state.log_history,
+        }
         _write_result(model, adapter, tokenizer, config, report)
     return metrics
 
@@ -108,14 +123,25 @@ def _examples(config: TrainConfig, tokenizer: Any) -> tuple[Examples, Examples |
     return Examples(training), Examples(held_out) if held_out else None
 
 
-def _last_checkpoint(out: Path) -> str:
-    from transformers.trainer_utils import get_last_checkpoint
+def _final_evaluation(trainer: DecoderTrainer) -> dict[str, float]:
+    """The metrics of what is written: the last weights, or the best when they are kept."""
+    metrics = trainer.evaluate()
+    best = trainer.best.record
+    if trainer.run_config.keep == "best" and best is not None and best["step"] != trainer.state.global_step:
+        trainer.best.restore(trainer.decoder())
+        metrics = trainer.evaluate() | {"best_step": best["step"]}
+    return {k: v for k, v in metrics.items() if k.startswith(("eval_", "best_"))}
 
-    folder = out / "checkpoints"
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    if last is None:
-        raise UserError(f"nothing to resume: {str(folder)!r} holds no checkpoint")
-    return last
+
+def _run(trainer: DecoderTrainer, last: Path | None) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    except Diverged as error:
+        try:
+            kept = f"the last good checkpoint is {last_checkpoint(Path(trainer.run_config.out))}"
+        except UserError:
+            kept = "no checkpoint had been saved (see --save-steps)"
+        raise UserError(f"training stopped: {error}; {kept}. Lower --learning-rate, or look at the data") from None
 
 
 class _finish_on_interrupt:

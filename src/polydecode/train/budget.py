@@ -1,13 +1,9 @@
 """How much of a run is used: steps, tokens and minutes, whichever is furthest, and the learning rate that follows."""
 
-import json
 import math
 import time
-from pathlib import Path
 
 from polydecode.config import TrainConfig
-
-_BUDGET_FILE = "budget.json"
 
 
 class Budget:
@@ -28,24 +24,29 @@ class Budget:
         return min(max(shares), 1.0)
 
     def factor(self, step: int) -> float:
-        """Learning-rate factor: linear warm-up, then the schedule down to 0 at the end of the budget."""
-        progress, warmup = self.progress(step), self.config.warmup_ratio
-        if progress < warmup:
-            return max(progress / warmup, 1e-3)
-        rest = (progress - warmup) / max(1 - warmup, 1e-9)
-        if self.config.schedule == "constant":
+        """Learning-rate factor: linear warm-up, then the schedule down to `min_learning_rate` at the end of the budget."""
+        config, progress = self.config, self.progress(step)
+        if progress < config.warmup_ratio:
+            return max(progress / config.warmup_ratio, 1e-3)
+        rest = (progress - config.warmup_ratio) / max(1 - config.warmup_ratio, 1e-9)
+        if config.schedule == "constant":
             return 1.0
-        return 0.5 * (1 + math.cos(math.pi * rest)) if self.config.schedule == "cosine" else 1 - rest
+        if config.schedule == "cosine":
+            above = 0.5 * (1 + math.cos(math.pi * rest))
+        elif config.schedule == "linear":
+            above = 1 - rest
+        else:
+            above = min((1 - progress) / max(config.decay_ratio, 1e-9), 1.0)
+        lowest = config.min_learning_rate / config.learning_rate
+        return lowest + (1 - lowest) * above
 
-    def save(self, folder: Path) -> None:
-        """Keep tokens and minutes used beside a checkpoint."""
-        used = {"tokens": self.tokens, "seconds": time.monotonic() - self.started}
-        (folder / _BUDGET_FILE).write_text(json.dumps(used))
+    def used(self) -> dict[str, float]:
+        """Tokens and seconds used, to be kept beside a checkpoint."""
+        return {"tokens": self.tokens, "seconds": time.monotonic() - self.started}
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, used: dict[str, float]) -> None:
         """Go on from what a checkpoint had used."""
-        used = json.loads((folder / _BUDGET_FILE).read_text())
-        self.tokens, self.started = used["tokens"], time.monotonic() - used["seconds"]
+        self.tokens, self.started = int(used["tokens"]), time.monotonic() - used["seconds"]
 
     def used_up(self, step: int) -> bool:
         """Whether the run should end."""

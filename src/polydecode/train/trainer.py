@@ -4,8 +4,12 @@ The loss is a sum over the whole global batch divided by its targets, not a mean
 epoch, example), so they do not depend on the batch split.
 """
 
+import json
 import math
+import os
+import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +18,30 @@ from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from polydecode.config import TrainConfig
-from polydecode.data import Collator, Examples
+from polydecode.data import Collator, Examples, pad_token_id
+from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.methods.batch import Batch, LossOutput
 from polydecode.ops.sampling import RowGenerators, mix_seed
 from polydecode.train.budget import Budget
+from polydecode.train.checks import Watch
+from polydecode.train.evaluation import FIRST_EXAMPLES, Best, first_line, show_samples
 from polydecode.train.progress import ProgressReport
+from polydecode.train.resume import COMPLETE_FILE
 
 
 class DecoderTrainer(Trainer):
     """`Trainer` with the method's loss, per-phase logging and a budget."""
 
     def __init__(
-        self, model: ParallelDecoder, config: TrainConfig, training: Examples, held_out: Examples | None, pad: int
+        self, model: ParallelDecoder, config: TrainConfig, training: Any, held_out: Examples | None, tokenizer: Any
     ):
         self.run_config = config
+        self.tokenizer = tokenizer
         self.interrupted = False
+        self.watch = Watch(config.spike_factor)
+        self.best = Best(Path(config.out) / "checkpoints" / "best")
+        self._step_loss: Tensor | float = 0.0
         self._sums: dict[str, float] = {}
         self._since = (time.monotonic(), 0)
         micro = config.micro_batch_size or config.batch_size
@@ -39,15 +51,17 @@ class DecoderTrainer(Trainer):
             args=arguments,
             train_dataset=training,
             eval_dataset=held_out,
-            data_collator=Collator(pad),
+            data_collator=Collator(pad_token_id(tokenizer)),
         )
         self.model_accepts_loss_kwargs = True
         steps_per_epoch = math.ceil(len(training) / (config.batch_size * max(self.args.world_size, 1)))
         self.budget = Budget(config, config.max_steps or math.ceil(config.epochs * steps_per_epoch))
         for library_callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(library_callback)
-        self.add_callback(_BudgetCallback(self))
+        self.add_callback(_RunCallback(self))
         self.add_callback(ProgressReport(self.budget))
+        if _reporter(config.report_to) == "tensorboard" and self.is_world_process_zero():
+            self.add_callback(_tensorboard(Path(config.out) / "logs"))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
@@ -59,7 +73,7 @@ class DecoderTrainer(Trainer):
         """Targets of the whole global batch, as the method counts them."""
         if not batch_samples:
             return None
-        counts = (self._decoder().num_targets(*self._batch_and_noise(inputs)) for inputs in batch_samples)
+        counts = (self.decoder().num_targets(*self._batch_and_noise(inputs)) for inputs in batch_samples)
         count = torch.tensor(sum(counts), device=device)
         if self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
@@ -72,9 +86,22 @@ class DecoderTrainer(Trainer):
         self.budget.tokens += int(inputs["attention_mask"].sum()) * self.args.world_size
         for name, value in {**output.sums, "targets": output.num_targets}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
-        if num_items_in_batch is None:
-            return output.loss
-        return output.loss * output.num_targets / num_items_in_batch * self.args.world_size
+        loss = output.loss
+        if num_items_in_batch is not None:
+            loss = loss * output.num_targets / num_items_in_batch * self.args.world_size
+        self._step_loss = self._step_loss + loss.detach()
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The norm before clipping; the update is left out, or the run ended, when it or the loss is out of order."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        loss = torch.as_tensor(self._step_loss, dtype=torch.float32, device=self.args.device)
+        self._step_loss = 0.0
+        if self.args.world_size > 1:
+            loss = self.accelerator.reduce(loss, reduction="mean")
+        if not self.watch.take_update(self.state.global_step + 1, float(loss), float(norm)):
+            model.zero_grad(set_to_none=True)
+        return norm
 
     def _loss_output(self, model: Any, inputs: dict[str, Tensor], epoch: int | None) -> LossOutput:
         batch, generator = self._batch_and_noise(inputs, epoch)
@@ -85,9 +112,10 @@ class DecoderTrainer(Trainer):
         batch = Batch(**inputs)
         assert batch.example_ids is not None
         epoch = int(self.state.epoch or 0) if epoch is None else epoch
-        return batch, RowGenerators([mix_seed(self.run_config.seed, epoch, int(i)) for i in batch.example_ids])
+        examples = [i for i in batch.example_ids.flatten().tolist() if i >= 0]
+        return batch, RowGenerators([mix_seed(self.run_config.seed, epoch, i) for i in examples])
 
-    def _decoder(self) -> ParallelDecoder:
+    def decoder(self) -> ParallelDecoder:
         """The model without distributed wrappers."""
         model = self.accelerator.unwrap_model(self.model)
         assert isinstance(model, ParallelDecoder)
@@ -103,23 +131,47 @@ class DecoderTrainer(Trainer):
         super().log(logs, start_time)
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
-        """Token-weighted loss and the method's averages over the held-out examples, with fixed draws."""
+        """Token-weighted loss and the method's averages over the held-out examples, with fixed draws, and some answers."""
+        named = self._held_out_metrics(self.get_eval_dataloader(), metric_key_prefix)
+        held_out: Any = self.eval_dataset
+        if self.run_config.eval_samples:
+            count, step = self.run_config.eval_samples, self.state.global_step
+            found = show_samples(self.decoder(), self.tokenizer, held_out, count, step, Path(self.run_config.out))
+            named |= {f"{metric_key_prefix}_{k}": round(v, 4) for k, v in found.items()}
+        if self.run_config.keep == "best":
+            self.best.offer(self.decoder(), self.state.global_step, named[f"{metric_key_prefix}_loss"])
+        self.log(dict(named))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        return named
+
+    def _held_out_metrics(self, batches: Any, prefix: str) -> dict[str, float]:
         assert self.model is not None
         self.model.eval()
         sums: dict[str, float] = {}
         loss = 0.0
         with torch.no_grad():
-            for inputs in self.get_eval_dataloader():
+            for inputs in batches:
                 output = self._loss_output(self.model, self._prepare_inputs(inputs), epoch=0)
                 loss += float(output.loss) * output.num_targets
                 for name, value in {**output.sums, "targets": output.num_targets}.items():
                     sums[name] = sums.get(name, 0.0) + value
         self.model.train()
         metrics = {"loss": loss / max(sums.get("targets", 0.0), 1.0), **averages(sums)}
-        named = {f"{metric_key_prefix}_{k}": round(v, 5) for k, v in metrics.items()}
-        self.log(dict(named))
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
-        return named
+        return {f"{prefix}_{k}": round(v, 5) for k, v in metrics.items()}
+
+    def say_first_loss(self) -> None:
+        """One line on the loss before the first step, over a few examples."""
+        source: Any = self.eval_dataset if self.eval_dataset is not None else self.train_dataset
+        few = Examples([source[i] for i in range(min(FIRST_EXAMPLES, len(source)))])
+        metrics = self._held_out_metrics(self.get_eval_dataloader(few), "eval")
+        if self.is_world_process_zero():
+            print(first_line(metrics, self.decoder().config.vocab_size), file=sys.stderr)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from what a checkpoint had used and seen."""
+        saved = json.loads((checkpoint / COMPLETE_FILE).read_text())
+        self.budget.restore(saved["budget"])
+        self.watch.restore(saved["watch"])
 
 
 def averages(sums: dict[str, float]) -> dict[str, float]:
@@ -131,7 +183,7 @@ def averages(sums: dict[str, float]) -> dict[str, float]:
     }
 
 
-class _BudgetCallback(TrainerCallback):
+class _RunCallback(TrainerCallback):
     def __init__(self, trainer: DecoderTrainer):
         self.trainer = trainer
 
@@ -141,9 +193,29 @@ class _BudgetCallback(TrainerCallback):
         return control
 
     def on_save(self, args, state, control, **kwargs):
+        """Complete a checkpoint: what is written last says that it is whole."""
         if state.is_world_process_zero:
-            self.trainer.budget.save(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            saved = {"budget": self.trainer.budget.used(), "watch": self.trainer.watch.state()}
+            (folder / ".progress").write_text(json.dumps(saved))
+            os.replace(folder / ".progress", folder / COMPLETE_FILE)
         return control
+
+
+def _reporter(told: str) -> str:
+    """Where numbers go: `auto` is tensorboard where it is installed. `UserError` for one whose package is missing."""
+    if told == "auto":
+        return "tensorboard" if find_spec("tensorboard") else "none"
+    if told != "none" and find_spec(told) is None:
+        raise UserError(f"report_to {told} needs its package: pip install {told}")
+    return told
+
+
+def _tensorboard(folder: Path) -> TrainerCallback:
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
 def _arguments(config: TrainConfig, micro: int, has_eval: bool) -> TrainingArguments:
@@ -171,7 +243,8 @@ def _arguments(config: TrainConfig, micro: int, has_eval: bool) -> TrainingArgum
         save_total_limit=config.save_total_limit,
         seed=config.seed,
         data_seed=config.seed,
-        report_to=[] if config.report_to == "none" else [config.report_to],
+        report_to=[_reporter(config.report_to)] if _reporter(config.report_to) in ("wandb", "trackio") else [],
+        logging_nan_inf_filter=False,
         remove_unused_columns=False,
         dataloader_drop_last=False,
         disable_tqdm=True,

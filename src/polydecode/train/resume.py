@@ -1,0 +1,112 @@
+"""Resuming a run: which checkpoint is whole, and whether it is still the same run.
+
+`run.json` in the output folder says at the start what the run is: its settings, the method's settings, the tokenizer and the
+data. A resumed run must agree with it in everything that its losses depend on.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from polydecode.config import TrainConfig
+from polydecode.data import Examples
+from polydecode.errors import UserError
+from polydecode.methods.base import ParallelDecoder
+
+RUN_FILE = "run.json"
+COMPLETE_FILE = "progress.json"
+"""Written last into a checkpoint: a folder without it was cut off in the writing."""
+
+MAY_CHANGE = {
+    "checkpoint", "out", "data", "eval_data", "max_steps", "epochs", "max_minutes", "max_tokens", "log_steps", "eval_steps",
+    "eval_samples", "max_eval_examples", "save_steps", "save_total_limit", "save_dtype", "report_to", "micro_batch_size",
+    "gradient_checkpointing", "keep", "resume", "spike_factor",
+}  # fmt: skip
+"""Settings that a resumed run may change. (Paths may: what they hold is compared by content.)"""
+
+
+def last_checkpoint(out: Path) -> Path:
+    """The newest whole checkpoint of the run in `out`. `UserError` when there is none."""
+    folder = out / "checkpoints"
+    found = [c for c in folder.glob("checkpoint-*") if (c / COMPLETE_FILE).is_file()] if folder.is_dir() else []
+    if not found:
+        raise UserError(f"nothing to resume: {str(folder)!r} holds no checkpoint")
+    return max(found, key=lambda c: int(c.name.rsplit("-", 1)[1]))
+
+
+def may_start(out: Path) -> bool:
+    """Whether a new run may use this folder: it is not there, or empty, or of a run that was cut off before it kept anything."""
+    if not out.exists():
+        return True
+    if any(f.name not in (RUN_FILE, "checkpoints", "logs") for f in out.iterdir()):
+        return False
+    return not any((out / "checkpoints").glob("*/*"))
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run's numbers depend on, and the machine."""
+    packages = ("polydecode", "torch", "transformers", "accelerate", "peft")
+    return {p: metadata.version(p) for p in packages} | {"machine": f"{platform.machine()} {os.cpu_count()} cores"}
+
+
+def description(config: TrainConfig, model: ParallelDecoder, tokenizer: Any, training: Examples) -> dict[str, Any]:
+    """What the run is, as JSON."""
+    return {
+        "settings": asdict(config),
+        "method": model.config.method,
+        "method_settings": json.loads(json.dumps(model.config.settings())),
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "data": data_fingerprint(training),
+        "versions": versions(),
+    }
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """A hash of the vocabulary, the special tokens and the chat template."""
+    parts = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def data_fingerprint(training: Examples) -> str:
+    """A hash of the training examples in their order."""
+    digest = hashlib.sha256()
+    for i in range(len(training)):
+        example = training[i]
+        digest.update(repr((list(example.input_ids), list(example.loss_mask))).encode())
+    return digest.hexdigest()[:16]
+
+
+def write_run(out: Path, run: dict[str, Any]) -> None:
+    """Keep the description in `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    aside = out / f".{RUN_FILE}"
+    aside.write_text(json.dumps(run, indent=1))
+    os.replace(aside, out / RUN_FILE)
+
+
+def check_same_run(out: Path, run: dict[str, Any]) -> None:
+    """Refuse, by name, what differs from the run in `out`."""
+    file = out / RUN_FILE
+    if not file.is_file():  # a run of an earlier version
+        return
+    old = json.loads(file.read_text())
+    mends = {
+        "method": "resume with the checkpoint it was started from",
+        "tokenizer": "resume with the tokenizer it was started with",
+        "data": "resume with the same data in the same order",
+    }
+    for name, mend in mends.items():
+        if old[name] != run[name]:
+            raise UserError(f"cannot resume: {name} was {old[name]}, now it is {run[name]}; {mend}")
+    for group in ("method_settings", "settings"):
+        for name in sorted(old[group].keys() | run[group].keys()):
+            before, now = old[group].get(name), run[group].get(name)
+            if before != now and not (group == "settings" and name in MAY_CHANGE):
+                raise UserError(
+                    f"cannot resume: {name} was {before!r}, now it is {now!r}; give the old value, or start anew"
+                )

@@ -1,0 +1,190 @@
+"""What ends a bad run, what a run shows of itself, schedules, and where its numbers go."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from polydecode.auto import load
+from polydecode.config import TrainConfig
+from polydecode.errors import UserError
+from polydecode.train import Budget, DecoderTrainer, train
+from polydecode.train.checks import Diverged, Watch
+from test_train_resume import METHODS, config, data, make_checkpoint, weights
+
+__all__ = ["data"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_ends_the_run(value):
+    """Pins: NaN that is averaged away in the log and trained on."""
+    with pytest.raises(Diverged, match="step 1"):
+        Watch(20.0).take_update(1, value, 1.0)
+    with pytest.raises(Diverged, match="step 1"):
+        Watch(0.0).take_update(1, 1.0, value)
+
+
+def test_lone_spikes_are_left_out_and_five_end_the_run(capsys):
+    """Pins: a gradient norm of 50,000 that is clipped and stepped on as if nothing were wrong."""
+    watch = Watch(20.0)
+    assert all(watch.take_update(i, 2.0, 1.0 + i % 3) for i in range(30))
+    assert not watch.take_update(30, 2.0, 500.0)
+    assert "left out" in capsys.readouterr().err
+    assert watch.take_update(31, 2.0, 1.0)
+    assert [watch.take_update(i, 2.0, 500.0) for i in range(32, 36)] == [False] * 4
+    with pytest.raises(Diverged, match="5 steps in a row"):
+        watch.take_update(36, 2.0, 500.0)
+
+
+def test_a_rising_loss_ends_the_run_and_a_restored_watch_judges_alike():
+    """Pins: loss 3 -> 10 that goes on for hours; a resume that forgets what is usual."""
+    watch = Watch(20.0)
+    for i in range(40):
+        watch.take_update(i, 3.0, 1.0)
+    other = Watch(20.0)
+    other.restore(json.loads(json.dumps(watch.state())))
+
+    def rise(each):
+        for i in range(40, 80):
+            each.take_update(i, 10.0, 1.0)
+
+    for each in (watch, other):
+        with pytest.raises(Diverged, match="has risen"):
+            rise(each)
+    assert watch.state() == other.state()
+
+
+def test_divergence_keeps_the_last_good_checkpoint(tmp_path, data):
+    """Pins: a run that ends in NaN and has written it over everything (known fault 24)."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    whole = DecoderTrainer.compute_loss
+
+    def poisoned(self, *args, **kwargs):
+        return whole(self, *args, **kwargs) * (math.nan if self.state.global_step == 5 else 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecoderTrainer, "compute_loss", poisoned)
+        with pytest.raises(UserError, match=r"step 6: .* norm nan; the last good checkpoint is .*checkpoint-4"):
+            train(config(checkpoint, tmp_path / "out", data, save_steps=2))
+    assert not (tmp_path / "out" / "config.json").exists()
+    metrics = train(config(checkpoint, tmp_path / "out", data, save_steps=2, resume=True))
+    assert metrics["steps"] == 9
+    assert all(torch.isfinite(w).all() for w in weights(tmp_path / "out").values())
+
+
+def test_a_hundredfold_learning_rate_is_stopped(tmp_path, data):
+    """Pins: the same with a real divergence, not an injected one."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "autoregressive")
+    bad = {
+        "max_steps": 300,
+        "save_steps": 50,
+        "learning_rate": 3.0,
+        "warmup_ratio": 0.3,
+        "schedule": "constant",
+        "max_grad_norm": 1e9,
+    }
+    with pytest.raises(UserError, match="training stopped: step"):
+        train(config(checkpoint, tmp_path / "out", data, **bad))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation_leaves_the_run_as_it_is(tmp_path, data, method):
+    """Pins: an evaluation that uses the run's random numbers or leaves the model in another mode."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", method)
+    settings = {"max_steps": 4, "eval_fraction": 0.3, "save_steps": 0}
+    train(config(checkpoint, tmp_path / "plain", data, **settings))
+    shown = config(checkpoint, tmp_path / "shown", data, eval_steps=1, eval_samples=2, **settings)
+    metrics = train(shown)
+    a, b = weights(tmp_path / "plain"), weights(tmp_path / "shown")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    samples = [json.loads(line) for line in (tmp_path / "shown" / "samples.jsonl").read_text().splitlines()]
+    assert {s["step"] for s in samples} == {1, 2, 3, 4}
+    assert all(s["tokens_per_forward"] > 0 and s["prompt"].startswith("say") for s in samples)
+    assert 0 <= metrics["eval_samples_exact"] <= 1
+
+
+def test_first_line_says_what_is_normal(tmp_path, data, capsys):
+    """Pins: 'is a loss of 30 normal?': the unweighted cross-entropy and ln V stand beside it (known fault 23)."""
+    train(config(make_checkpoint(tmp_path / "checkpoint", "block_diffusion"), tmp_path / "out", data, max_steps=1))
+    line = next(line for line in capsys.readouterr().err.splitlines() if line.startswith("before training"))
+    loss, cross_entropy = (float(part) for part in re.findall(r"(?:loss|per token) (\d+\.\d+)", line))
+    assert 5 < cross_entropy < 6.5
+    assert loss > cross_entropy
+    assert f"ln V = {math.log(load(str(tmp_path / 'out')).config.vocab_size):.2f}" in line
+
+
+def test_the_best_evaluation_is_kept(tmp_path, data):
+    """Pins: `keep best` that writes the last weights, or a best that is not what was evaluated."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "autoregressive")
+    rising = {"max_steps": 8, "eval_steps": 2, "eval_fraction": 0.3, "learning_rate": 1e-3, "schedule": "constant"}
+    losses = iter([3.0, 1.0, 2.0, 4.0, 4.0, 1.5])
+    found = []
+    whole = DecoderTrainer._held_out_metrics
+
+    def told(self, *args):
+        metrics = whole(self, *args)
+        if self.state.global_step:
+            found.append({k: v.clone() for k, v in self.decoder().state_dict().items()})
+            metrics["eval_loss"] = next(losses)
+        return metrics
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecoderTrainer, "_held_out_metrics", told)
+        metrics = train(config(checkpoint, tmp_path / "out", data, keep="best", **rising))
+    assert metrics["best_step"] == 4
+    kept = weights(tmp_path / "out")
+    assert all(torch.equal(kept[k], found[1][k]) for k in kept)
+    assert not all(torch.equal(kept[k], found[3][k]) for k in kept)
+
+
+def test_schedules_end_where_they_should():
+    """Pins: wsd that comes down too early, a floor that is a share of nothing, cosine below its floor."""
+    wsd = Budget(TrainConfig(schedule="wsd", warmup_ratio=0.1, decay_ratio=0.2), 100)
+    assert [round(wsd.factor(s), 3) for s in (5, 10, 50, 80, 90, 100)] == [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+    paper = {"learning_rate": 1e-5, "min_learning_rate": 3e-6, "warmup_ratio": 0.0}
+    for schedule in ("cosine", "linear", "wsd"):
+        budget = Budget(TrainConfig(schedule=schedule, **paper), 100)
+        assert budget.factor(0) == pytest.approx(1.0)
+        assert budget.factor(100) == pytest.approx(0.3)
+        assert all(0.3 <= budget.factor(s) <= 1 for s in range(101))
+    assert Budget(TrainConfig(schedule="cosine", **paper), 100).factor(50) == pytest.approx(0.65)
+
+
+def test_numbers_go_to_tensorboard_files(tmp_path, data):
+    """Pins: `report_to auto` that writes nothing, or leaves out the method's own averages."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    train(config(checkpoint, tmp_path / "out", data, max_steps=3, save_steps=0, report_to="auto"))
+    events = EventAccumulator(str(tmp_path / "out" / "logs"))
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    assert {"train/loss", "train/accuracy_phase_0", "train/tokens_per_s", "train/grad_norm"} <= set(tags)
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"min_learning_rate": 1.0}, "above learning_rate"),
+        ({"keep": "best"}, "eval-steps"),
+        ({"keep": "first"}, "keep is 'first'"),
+        ({"report_to": "mail"}, "report_to"),
+        ({"schedule": "wsd", "warmup_ratio": 0.9, "decay_ratio": 0.5}, "more than the whole run"),
+        ({"spike_factor": -1.0}, "spike_factor"),
+    ],
+)
+def test_bad_settings_are_one_line(changes, says):
+    """Pins: a bad setting found after minutes of loading."""
+    with pytest.raises(UserError, match=says):
+        TrainConfig(**({"checkpoint": "c", "out": "o", "data": ["d"]} | changes)).check()
+
+
+def test_a_reporter_that_is_not_installed_is_one_line(tmp_path, data):
+    """Pins: a run that ends in a traceback of the reporting library."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    with pytest.raises(UserError, match="pip install wandb"):
+        train(config(checkpoint, tmp_path / "out", data, report_to="wandb"))
