@@ -44,7 +44,7 @@ def turns_batch():
 
 
 def halves(batch, size, attention="clean_context", ends=()):
-    sizes = torch.full((len(batch.input_ids),), size)
+    sizes = torch.full((batch.num_documents(),), size)
     clean = read_batch(batch, sizes)
     return noisy_half(clean, sizes, set(ends)), context_half(clean, attention)
 

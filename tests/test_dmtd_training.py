@@ -48,7 +48,8 @@ def test_phases_are_as_drawn(name, case):
     """Bugs (known faults 18, 73): phase counted from the row, across documents, or off by one at the answer's start."""
     documents = [int(d) for d in case["document"]] if "document" in case else None
     batch = row_batch(case["token"], documents)
-    phase_T = phases(batch, torch.tensor([int(case["cycle"][0])]), case["gate"][0], None)[0].tolist()
+    cycles = torch.tensor([int(case["cycle"][0])] * batch.num_documents())
+    phase_T = phases(batch, cycles, case["gate"][0], None)[0].tolist()
     drawn = [
         "." if wanted == "." else "P" if p == PROMPT else str(p)
         for p, wanted in zip(phase_T, case["phase"], strict=True)
@@ -84,7 +85,8 @@ def test_phases_equal_a_walk_over_the_tokens(documents, cycle, gate):
                 kinds.append(kind)
                 numbers.append(number)
                 position += 1
-    found = phases(row_batch(kinds, numbers), torch.tensor([cycle]), gate, None)[0].tolist()
+    batch = row_batch(kinds, numbers)
+    found = phases(batch, torch.tensor([cycle] * batch.num_documents()), gate, None)[0].tolist()
     assert found == expected
 
 
@@ -117,7 +119,7 @@ def test_random_offsets_are_uniform_and_per_document():
     batch = Batch(documents * 0, ones, ones.bool() & False, ones.bool(), documents)
     counts = torch.zeros(3, 3)
     for seed in range(300):
-        phase_T = phases(batch, torch.tensor([3]), "full", RowGenerators([seed]))[0]
+        phase_T = phases(batch, torch.tensor([3, 3]), "full", RowGenerators([seed, 1000 + seed]))[0]
         counts[phase_T[0], phase_T[6]] += 1
     assert counts.min() > 15, "300 / 9 = 33 on average"
 

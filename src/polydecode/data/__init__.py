@@ -3,11 +3,13 @@
 from polydecode.data.encode import encode, prompt_ids
 from polydecode.data.examples import Collator, Example, Examples, pad_token_id, split_held_out
 from polydecode.data.files import load_examples, read_jsonl
+from polydecode.data.packing import PackedExamples
 
 __all__ = [
     "Collator",
     "Example",
     "Examples",
+    "PackedExamples",
     "encode",
     "load_examples",
     "pad_token_id",

@@ -53,24 +53,34 @@ def split_held_out(examples: Sequence[Example], config: DataConfig) -> tuple[lis
 
 
 class Collator:
-    """Examples to right-padded tensors (B, T), by the names of `Batch`."""
+    """Examples, or packed rows of them, to right-padded tensors (B, T), by the names of `Batch`."""
 
     def __init__(self, pad_token_id: int):
         self.pad_token_id = pad_token_id
 
-    def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        width = max(len(e.input_ids) for e in examples)
+    def __call__(self, rows: Sequence[Example] | Sequence[list[Example]]) -> dict[str, Tensor]:
+        packed = [row if isinstance(row, list) else [row] for row in rows]
+        width = max(sum(len(e.input_ids) for e in row) for row in packed)
 
-        def pad(rows: list[list], value: int) -> Tensor:
-            return torch.tensor([[int(x) for x in row] + [value] * (width - len(row)) for row in rows])
+        def pad(values: list[list], value: int, to: int = width) -> Tensor:
+            return torch.tensor([[int(x) for x in row] + [value] * (to - len(row)) for row in values])
 
-        return {
-            "input_ids": pad([e.input_ids for e in examples], self.pad_token_id),
-            "attention_mask": pad([[1] * len(e.input_ids) for e in examples], 0),
-            "is_prompt": pad([e.is_prompt for e in examples], 0).bool(),
-            "loss_mask": pad([e.loss_mask for e in examples], 0).bool(),
-            "example_ids": torch.tensor([e.example_id for e in examples]),
+        def joined(name: str) -> list[list]:
+            return [[x for e in row for x in getattr(e, name)] for row in packed]
+
+        input_ids = joined("input_ids")
+        tensors = {
+            "input_ids": pad(input_ids, self.pad_token_id),
+            "attention_mask": pad([[1] * len(ids) for ids in input_ids], 0),
+            "is_prompt": pad(joined("is_prompt"), 0).bool(),
+            "loss_mask": pad(joined("loss_mask"), 0).bool(),
         }
+        most = max(map(len, packed))
+        ids_BM = pad([[e.example_id for e in row] for row in packed], -1, most)
+        if not isinstance(rows[0], list):
+            return tensors | {"example_ids": ids_BM[:, 0]}
+        documents = [[d for d, e in enumerate(row) for _ in e.input_ids] for row in packed]
+        return tensors | {"document_ids": pad(documents, most), "example_ids": ids_BM}
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -17,8 +17,9 @@ class Batch:
     """Token rows with what a loss needs to know about them; every tensor is (B, T).
 
     `attention_mask`: real tokens, padding on the right. `is_prompt`: context that is given, not produced. `loss_mask`: the
-    tokens that are targets. `document_ids`: which document of a packed row a token belongs to (None: one per row); text
-    without a prompt has `is_prompt` false everywhere.
+    tokens that are targets. `document_ids`: which document of a packed row a token belongs to, padding to none of them (None:
+    one per row); text without a prompt has `is_prompt` false everywhere. `example_ids`: the example of each row (B,), or of
+    each document of packed rows (B, most documents), -1 where a row has fewer.
     """
 
     input_ids: Tensor
@@ -37,6 +38,18 @@ class Batch:
         changed_BT[:, 1:] = self.document_ids[:, 1:] != self.document_ids[:, :-1]
         starts_BT = torch.where(changed_BT, index_T, 0).cummax(1).values
         return index_T - starts_BT
+
+    def document_numbers(self) -> Tensor:
+        """The document (B, T) of each token, counted from 0 through the whole batch, row by row: the row number where rows are
+        not packed. Padding has the number of what stands before it."""
+        starts_BT = self.position_ids() == 0
+        if self.document_ids is not None:
+            starts_BT = starts_BT & self.attention_mask.bool()
+        return starts_BT.flatten().long().cumsum(0).view_as(starts_BT) - 1
+
+    def num_documents(self) -> int:
+        """How many documents there are: the rows, where they are not packed."""
+        return int(self.document_numbers()[-1, -1]) + 1
 
     def predicted(self) -> Tensor:
         """Targets (B, T) that a token before them in their document can predict: not a document's first token."""

@@ -37,8 +37,8 @@ CONTEXT = -1
 @dataclass
 class Places:
     """What each token of a pass is; all (B, S). `token`: its id, the true one. `block`, `place`: its block and its place
-    inside. `column`: where it stands in the batch. `copy`: CONTEXT or the number of the noisy copy. `is_filling`: stands
-    behind an end token."""
+    inside. `column`: where it stands in its row. `document`: its number in the batch. `copy`: CONTEXT or the number of the noisy
+    copy. `is_filling`: stands behind an end token."""
 
     token: Tensor
     block: Tensor
@@ -61,15 +61,17 @@ class Places:
         return Places(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
-def read_batch(batch: Batch, block_size_B: Tensor) -> Places:
-    """The places (B, T) of a batch's tokens as they are, on the CPU."""
+def read_batch(batch: Batch, block_size_N: Tensor) -> Places:
+    """The places (B, T) of a batch's tokens as they are, on the CPU; a block size per document (per row, where rows are not
+    packed)."""
+    number_BT = batch.document_numbers().cpu()
     position_BT = batch.position_ids().cpu()
     is_prompt_BT = batch.is_prompt.bool().cpu()
     index_T = torch.arange(position_BT.shape[1])
     starts_run_BT = torch.ones_like(is_prompt_BT)
     starts_run_BT[:, 1:] = (is_prompt_BT[:, 1:] != is_prompt_BT[:, :-1]) | (position_BT[:, 1:] == 0)
     in_run_BT = index_T - torch.where(starts_run_BT, index_T, 0).cummax(1).values
-    place_BT = torch.where(is_prompt_BT, in_run_BT, in_run_BT % block_size_B[:, None])
+    place_BT = torch.where(is_prompt_BT, in_run_BT, in_run_BT % block_size_N[number_BT])
     starts_block_BT = starts_run_BT | (~is_prompt_BT & (place_BT == 0))
     zeros_BT = torch.zeros_like(position_BT)
     return Places(
@@ -78,7 +80,7 @@ def read_batch(batch: Batch, block_size_B: Tensor) -> Places:
         place=place_BT,
         column=index_T.expand_as(position_BT),
         position=position_BT,
-        document=zeros_BT if batch.document_ids is None else batch.document_ids.cpu(),
+        document=number_BT,
         copy=zeros_BT + CONTEXT,
         is_prompt=is_prompt_BT,
         is_real=batch.attention_mask.bool().cpu(),
@@ -87,7 +89,7 @@ def read_batch(batch: Batch, block_size_B: Tensor) -> Places:
     )
 
 
-def noisy_half(clean: Places, block_size_B: Tensor, end_ids: set[int], context: int | None = None) -> Places:
+def noisy_half(clean: Places, block_size_N: Tensor, end_ids: set[int], context: int | None = None) -> Places:
     """One copy (B, A) of the answers, each continued with filling behind an end token (`end_ids`; empty: no filling) up to
     the end of its block, or of the model's `context`, where decoding ends a block too."""
     answer_BT = clean.is_real & ~clean.is_prompt
@@ -96,7 +98,7 @@ def noisy_half(clean: Places, block_size_B: Tensor, end_ids: set[int], context: 
     is_last_BT[:, :-1] = ~answer_BT[:, 1:] | (clean.position[:, 1:] == 0)
     is_end_N = torch.isin(clean.token[rows_N, columns_N], torch.tensor(sorted(end_ids), dtype=torch.long))
     filled_N = is_last_BT[rows_N, columns_N] & is_end_N & clean.is_target[rows_N, columns_N]
-    room_N = block_size_B[rows_N] - 1 - clean.place[rows_N, columns_N]
+    room_N = block_size_N[clean.document[rows_N, columns_N]] - 1 - clean.place[rows_N, columns_N]
     if context is not None:
         room_N = torch.minimum(room_N, (context - 1 - clean.position[rows_N, columns_N]).clamp_min(0))
     repeats_N = 1 + torch.where(filled_N, room_N, 0)

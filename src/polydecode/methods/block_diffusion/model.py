@@ -111,15 +111,15 @@ class BlockDiffusionModel(ParallelDecoder):
     def _noise(self, batch: Batch, generator: RowGenerators) -> tuple[Places, Places, Tensor, Tensor]:
         """The two halves, which noisy tokens are masked (B, A) and their blocks' noise levels; on the CPU.
 
-        The only random draws of training, in this order for each row: its block size, its levels, its positions.
+        The only random draws of training, in this order for each document: its block size, its levels, its positions.
         """
         config = self.config
         choices = config.training_block_sizes or [config.block_size]
-        rows = len(batch.input_ids)
-        drawn = generator.integers([len(choices)] * rows) if len(choices) > 1 else [0] * rows
-        size_B = torch.tensor([choices[i] for i in drawn])
-        clean = read_batch(batch, size_B)
-        one = noisy_half(clean, size_B, self._end_ids(), config.max_position_embeddings)
+        rows, documents = len(batch.input_ids), batch.num_documents()
+        drawn = generator.integers([len(choices)] * documents) if len(choices) > 1 else [0] * documents
+        size_N = torch.tensor([choices[i] for i in drawn])
+        clean = read_batch(batch, size_N)
+        one = noisy_half(clean, size_N, self._end_ids(), config.max_position_embeddings)
         may_mask_BA = one.is_real & one.is_target
         if config.token_shift:
             may_mask_BA &= one.position > 0
@@ -128,14 +128,18 @@ class BlockDiffusionModel(ParallelDecoder):
         level = torch.ones(rows, config.noise_draws, width)
         for b in range(rows):
             count = int(one.is_real[b].sum())
-            if count:
-                is_masked[b, :, :count], level[b, :, :count] = corrupt(
-                    one.block[b, :count],
-                    may_mask_BA[b, :count],
+            numbers, lengths = torch.unique_consecutive(one.document[b, :count], return_counts=True)
+            start = 0
+            for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True):
+                part = slice(start, start + length)
+                start += length
+                is_masked[b, :, part], level[b, :, part] = corrupt(
+                    one.block[b, part],
+                    may_mask_BA[b, part],
                     config.half_life_ratio,
                     config.min_noise_level,
                     config.noise_draws,
-                    generator.row(b),
+                    generator.row(number),
                 )
         noisy = copies(one, config.noise_draws)
         return noisy, context_half(clean, config.attention), is_masked.flatten(1), level.flatten(1)
@@ -178,7 +182,7 @@ class BlockDiffusionModel(ParallelDecoder):
         buckets = {"": counted_N} | {f"_place_{i}": counted_N & (place_N == i) for i in range(self._places_logged())}
         for suffix, chosen_N in buckets.items():
             count = float(chosen_N.sum())
-            for name, values_N in (("masked_loss", plain_N), ("accuracy", right_N)):
+            for name, values_N in (("cross_entropy", plain_N), ("accuracy", right_N)):
                 sums[f"{name}{suffix}"] = float(values_N[chosen_N].sum())
                 sums[f"{name}{suffix}_count"] = count
         count = sums["accuracy_count"]
@@ -200,9 +204,9 @@ class BlockDiffusionModel(ParallelDecoder):
         """
         by_block = self.config.attention == "bidirectional"
         attention = "bidirectional" if by_block else "clean_context"
-        size_B = torch.full((len(batch.input_ids),), self.config.block_size)
-        clean = read_batch(batch, size_B)
-        noisy, context = noisy_half(clean, size_B, set()), context_half(clean, attention)
+        size_N = torch.full((batch.num_documents(),), self.config.block_size)
+        clean = read_batch(batch, size_N)
+        noisy, context = noisy_half(clean, size_N, set()), context_half(clean, attention)
         device = batch.input_ids.device
         target_BA = noisy.is_real & noisy.is_target
         if self.config.token_shift:

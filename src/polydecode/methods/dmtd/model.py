@@ -117,7 +117,8 @@ class DMTDModel(ParallelDecoder):
 
     def loss(self, batch: Batch, generator: RowGenerators) -> LossOutput:
         choices = self.config.training_cycle_lengths or [self.config.cycle_length]
-        drawn = generator.integers([len(choices)] * len(generator)) if len(choices) > 1 else [0] * len(batch.input_ids)
+        documents = batch.num_documents()
+        drawn = generator.integers([len(choices)] * documents) if len(choices) > 1 else [0] * documents
         cycle_lengths = [choices[i] for i in drawn]
         loss_N, hit_N, phase_N, _ = self._token_losses(batch, cycle_lengths, generator)
         sums = {"accuracy": float(hit_N.sum()), "accuracy_count": float(len(hit_N))}
@@ -131,7 +132,7 @@ class DMTDModel(ParallelDecoder):
         return LossOutput(mean_or_zero(loss_N), len(loss_N), sums)
 
     def score(self, batch: Batch) -> Score:
-        cycle_lengths = [self.config.cycle_length] * len(batch.input_ids)
+        cycle_lengths = [self.config.cycle_length] * batch.num_documents()
         loss_N, _, _, target_BT = self._token_losses(batch, cycle_lengths, None)
         rows_N = target_BT.nonzero()[:, 0]
         per_row_B = loss_N.new_zeros(len(target_BT)).index_add(0, rows_N, -loss_N)
@@ -140,9 +141,10 @@ class DMTDModel(ParallelDecoder):
     def _token_losses(
         self, batch: Batch, cycle_lengths: list[int], generator: RowGenerators | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """-log p, hit and phase of the predicting token for every target, and which tokens are targets."""
-        cycle_B = torch.tensor(cycle_lengths, device=batch.input_ids.device)
-        phase_BT = phases(batch, cycle_B, self.config.prompt_gate, generator)
+        """-log p, hit and phase of the predicting token for every target, and which tokens are targets; one cycle length per
+        document."""
+        cycle_N = torch.tensor(cycle_lengths, device=batch.input_ids.device)
+        phase_BT = phases(batch, cycle_N, self.config.prompt_gate, generator)
         hidden_BTD = self._gated(batch.input_ids, batch.position_ids(), phase_BT, batch.document_ids)
         target_BT = batch.predicted()
         predicts_BT = target_BT[:, 1:]

@@ -10,7 +10,7 @@ For a prompt of 3 tokens, an answer of 5 and cycle length 3, gate "full" (P is P
     token   p p p a a a a a
     phase   P P P 1 2 0 1 2        the last p acts as head: it yields the first answer token
 
-Legend: B rows, T tokens.
+Legend: B rows, T tokens, N documents.
 """
 
 import torch
@@ -22,15 +22,17 @@ from polydecode.ops.sampling import RowGenerators
 PROMPT = -1
 
 
-def phases(batch: Batch, cycle_length_B: Tensor, prompt_gate: str, generator: RowGenerators | None) -> Tensor:
+def phases(batch: Batch, cycle_length_N: Tensor, prompt_gate: str, generator: RowGenerators | None) -> Tensor:
     """Phase (B, T) of every token, PROMPT for prompt tokens under "full".
 
-    `generator` draws the offset of documents without a prompt; None means offset 0.
+    `cycle_length_N` has one entry per document (per row, where rows are not packed). `generator` draws the offset of
+    documents without a prompt; None means offset 0.
     """
     position_BT = batch.position_ids()
-    cycle_B1 = cycle_length_B[:, None]
+    number_BT = batch.document_numbers()
+    cycle_BT = cycle_length_N[number_BT]
     if prompt_gate == "cyclic":
-        return position_BT % cycle_B1
+        return position_BT % cycle_BT
     index_T = torch.arange(position_BT.shape[1], device=position_BT.device)
     is_prompt_BT = batch.is_prompt.bool()
     document_start_BT = index_T - position_BT
@@ -39,24 +41,19 @@ def phases(batch: Batch, cycle_length_B: Tensor, prompt_gate: str, generator: Ro
     answer_start_BT = ~is_prompt_BT & (after_prompt_BT | (position_BT == 0))
     run_start_BT = torch.where(answer_start_BT, index_T, 0).cummax(1).values
     from_prompt_BT = run_start_BT > document_start_BT
-    offset_BT = _offsets(batch, cycle_length_B, generator, document_start_BT)
+    offset_BT = _offsets(batch, cycle_length_N, generator)[number_BT]
     since_head_BT = torch.where(from_prompt_BT, index_T - (run_start_BT - 1), index_T - run_start_BT - offset_BT)
-    return torch.where(is_prompt_BT, PROMPT, since_head_BT % cycle_B1)
+    return torch.where(is_prompt_BT, PROMPT, since_head_BT % cycle_BT)
 
 
-def _offsets(
-    batch: Batch, cycle_length_B: Tensor, generator: RowGenerators | None, document_start_BT: Tensor
-) -> Tensor:
-    """A random offset in [0, cycle_length) for each document of each row, laid out (B, T)."""
-    offset_BT = torch.zeros_like(batch.input_ids)
+def _offsets(batch: Batch, cycle_length_N: Tensor, generator: RowGenerators | None) -> Tensor:
+    """An offset (N,) in [0, cycle_length) for each document, drawn for those that do not open with a prompt."""
+    offset_N = torch.zeros_like(cycle_length_N)
     if generator is None:
-        return offset_BT
-    without_prompt_B = (~batch.is_prompt.bool() & batch.attention_mask.bool()).any(1) & ~batch.is_prompt.bool()[:, 0]
-    packed = batch.document_ids is not None
-    for b in range(len(offset_BT)):
-        if not packed and not bool(without_prompt_B[b]):
-            continue
-        starts, number_T = torch.unique(document_start_BT[b], return_inverse=True)
-        drawn = torch.randint(0, int(cycle_length_B[b]), (len(starts),), generator=generator.row(b))
-        offset_BT[b] = drawn.to(offset_BT.device)[number_T]
-    return offset_BT
+        return offset_N
+    number_BT = batch.document_numbers()
+    for i in range(len(offset_N)):
+        row, column = (number_BT == i).nonzero()[0].tolist()
+        if not bool(batch.is_prompt[row, column]):
+            offset_N[i] = torch.randint(0, int(cycle_length_N[i]), (1,), generator=generator.row(i))[0]
+    return offset_N
