@@ -25,6 +25,13 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _own_token_cache(tmp_path_factory, monkeypatch):
+    """Tokens are cached per test, never in the user's folder; kernels and dequantised models stay where they are."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("polydecode.data.token_cache.cache_folder", lambda: folder)
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked gpu are skipped where there is no CUDA device."""
     if torch.cuda.is_available():

@@ -10,27 +10,49 @@ class DataConfig:
     """Where examples come from and how they become tokens.
 
     Attributes:
-        data: jsonl files; each line has `text`, or `prompt` and `response`, or `messages` (role, content).
+        data: jsonl, json, csv, tsv, parquet or txt files, folders, globs, or hub data sets (owner/name[:config][@split]).
+        columns: what columns named otherwise are: text, prompt, response or messages (prompt=question,response=answer).
+        data_weights: share of each `data` in an epoch, in order (2,1); without, an epoch is all of them once.
         chat: put prompt/response pairs into the tokenizer's chat template.
         max_length: longest example in tokens; longer ones are cut at the end.
         packing: put several whole examples into each row of max_length tokens; batch_size then counts rows.
-        eval_data: jsonl files to evaluate on, instead of a part held out of `data`.
-        eval_fraction: share of `data` held out, chosen by a hash of each example's content.
+        eval_data: data to evaluate on, in the same forms, instead of a part held out of `data`.
+        eval_fraction: share of `data` held out, chosen by a hash of each document's content.
         max_eval_examples: at most this many held-out examples are evaluated.
+        streaming: read while training instead of tokenising first; needs --max-steps, --max-tokens or --max-minutes.
+        shuffle_buffer: documents that are shuffled at a time when streaming.
+        data_workers: processes that tokenise; 0 means this one.
+        no_cache: tokenise anew, and keep nothing in the cache folder.
     """
 
     data: list[str] = field(default_factory=list)
+    columns: list[str] = field(default_factory=list)
+    data_weights: list[float] = field(default_factory=list)
     chat: bool = False
     max_length: int = 1024
     packing: bool = False
     eval_data: list[str] = field(default_factory=list)
     eval_fraction: float = 0.02
     max_eval_examples: int = 500
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
+    data_workers: int = 0
+    no_cache: bool = False
 
     def check(self) -> None:
         """Raise `UserError` for values out of range."""
         if not self.data:
             raise UserError("no training data: give --data FILE.jsonl")
+        if self.data_weights and len(self.data_weights) != len(self.data):
+            raise UserError(f"{len(self.data_weights)} data_weights for {len(self.data)} data; give one for each")
+        if not all(0 < weight < float("inf") for weight in self.data_weights):
+            raise UserError(f"data_weights are {self.data_weights}; each must be above 0")
+        if self.packing and (self.data_weights or self.streaming):
+            other = "data_weights" if self.data_weights else "streaming"
+            raise UserError(f"packing and {other} do not go together: an epoch's rows are packed before it begins")
+        if self.shuffle_buffer < 1 or self.data_workers < 0:
+            name = "shuffle_buffer" if self.shuffle_buffer < 1 else "data_workers"
+            raise UserError(f"{name} is {getattr(self, name)}; it must be {int(name == 'shuffle_buffer')} or more")
         if self.max_length < 2:
             raise UserError(f"max_length is {self.max_length}; it must be 2 or more")
         if not 0 <= self.eval_fraction < 1:
@@ -161,5 +183,7 @@ class TrainConfig(DataConfig):
         for name, given in only_with_adapters.items():
             if given and not self.lora_rank:
                 raise UserError(f"{name} is for adapters; give --lora-rank as well")
+        if self.streaming and not (self.max_steps or self.max_tokens or self.max_minutes):
+            raise UserError("a stream has no end: give --max-steps, --max-tokens or --max-minutes with --streaming")
         if self.max_steps == 0 and self.epochs == 0 and not (self.max_minutes or self.max_tokens):
             raise UserError("nothing bounds the run: give --max-steps, --epochs, --max-minutes or --max-tokens")

@@ -1,19 +1,29 @@
 """Training data: files to records, records to examples, examples to batches."""
 
 from polydecode.data.encode import encode, prompt_ids
-from polydecode.data.examples import Collator, Example, Examples, pad_token_id, split_held_out
-from polydecode.data.files import load_examples, read_jsonl
+from polydecode.data.examples import Collator, Example, Examples, pad_token_id
+from polydecode.data.files import read_jsonl
+from polydecode.data.lazy import content_hashes, lengths, split_held_out
+from polydecode.data.loading import data_fingerprint, load_examples, training_data
+from polydecode.data.mixture import Mixture
 from polydecode.data.packing import PackedExamples
+from polydecode.data.streaming import ExampleStream
 
 __all__ = [
     "Collator",
     "Example",
+    "ExampleStream",
     "Examples",
+    "Mixture",
     "PackedExamples",
+    "content_hashes",
+    "data_fingerprint",
     "encode",
+    "lengths",
     "load_examples",
     "pad_token_id",
     "prompt_ids",
     "read_jsonl",
     "split_held_out",
+    "training_data",
 ]

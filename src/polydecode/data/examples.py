@@ -3,7 +3,6 @@
 Legend: B rows, T tokens.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,44 +11,33 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from polydecode.config import DataConfig
-from polydecode.errors import UserError
-
 
 @dataclass
 class Example:
-    """One document: token ids, which of them are prompt, which are targets; `example_id` is its place in the data."""
+    """One document: token ids, which of them are prompt, which are targets; `example_id` is its place in the data.
+
+    `content_hash`: 63 bits of a hash of the document, which put it into the training or the held-out part; -1 when it came
+    from no file.
+    """
 
     input_ids: list[int]
     is_prompt: list[bool]
     loss_mask: list[bool]
     example_id: int = 0
+    content_hash: int = -1
 
 
 class Examples(Dataset):
-    """A list of examples as a dataset."""
+    """A sequence of examples as a dataset; they are read when they are asked for."""
 
     def __init__(self, examples: Sequence[Example]):
-        self.examples = list(examples)
+        self.examples = examples
 
     def __len__(self) -> int:
         return len(self.examples)
 
     def __getitem__(self, i: int) -> Example:
         return self.examples[i]
-
-
-def split_held_out(examples: Sequence[Example], config: DataConfig) -> tuple[list[Example], list[Example]]:
-    """(training, held-out): held out are those whose content hashes below `eval_fraction`, wherever they stand."""
-    train: list[Example] = []
-    held_out: list[Example] = []
-    for example in examples:
-        digest = hashlib.sha256(str(example.input_ids).encode()).digest()
-        below = int.from_bytes(digest[:8], "big") / 2**64 < config.eval_fraction
-        (held_out if below else train).append(example)
-    if not train:
-        raise UserError("all examples are held out; lower eval_fraction or give more data")
-    return train, held_out[: config.max_eval_examples]
 
 
 class Collator:

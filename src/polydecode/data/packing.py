@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from torch.utils.data import Dataset
 
 from polydecode.data.examples import Example, Examples
+from polydecode.data.lazy import lengths
 
 _WINDOW = 4096
 
@@ -49,8 +50,7 @@ class PackedExamples(Dataset):
 
     def __init__(self, examples: Examples, max_length: int, seed: int):
         self.examples = examples
-        lengths = [len(examples[i].input_ids) for i in range(len(examples))]
-        self.rows = pack(lengths, max_length, seed)
+        self.rows = pack(lengths(examples.examples).tolist(), max_length, seed)
 
     def __len__(self) -> int:
         return len(self.rows)

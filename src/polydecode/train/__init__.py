@@ -20,11 +20,12 @@ from polydecode.auto import load, load_tokenizer
 from polydecode.auto.loading import cast_parameters
 from polydecode.config import TrainConfig
 from polydecode.convert import save_adapter, save_checkpoint
-from polydecode.data import Examples, PackedExamples, load_examples, split_held_out
+from polydecode.data import Examples, PackedExamples, training_data
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.train.budget import Budget
 from polydecode.train.checks import Diverged
+from polydecode.train.draws import restore_stream
 from polydecode.train.parameters import check_same_weights, prepare_parameters, report_parameters
 from polydecode.train.resume import check_same_run, description, last_checkpoint, may_start, versions, write_run
 from polydecode.train.trainer import DecoderTrainer, averages
@@ -46,7 +47,9 @@ def train(config: TrainConfig) -> dict[str, Any]:
         raise UserError(f"output folder {str(out)!r} is not empty; choose another or give --resume")
     last = last_checkpoint(out) if config.resume else None
     tokenizer = load_tokenizer(config.checkpoint)
-    training, held_out = _examples(config, tokenizer)
+    training, held_out = training_data(config, tokenizer, config.seed)
+    if last is not None:
+        restore_stream(training, last)
     set_seed(config.seed)
     model = load(config.checkpoint, dtype=torch.float32)
     if config.adapter_source:
@@ -56,7 +59,10 @@ def train(config: TrainConfig) -> dict[str, Any]:
             "keep best compares evaluations, and nothing is held out: raise eval_fraction or give eval_data"
         )
     adapter = prepare_parameters(model, config)
-    rows = PackedExamples(training, config.max_length, config.seed) if config.packing else training
+    rows: Any = training
+    if config.packing:
+        assert isinstance(training, Examples)  # the settings' check refuses a stream
+        rows = PackedExamples(training, config.max_length, config.seed)
     trainer = DecoderTrainer(model, config, rows, held_out, tokenizer)
     run = description(config, model, tokenizer, training)
     if last is not None:
@@ -112,15 +118,6 @@ def _write_result(
     ):  # the config last: it makes a checkpoint
         os.replace(file, out / file.name)
     finished.rmdir()
-
-
-def _examples(config: TrainConfig, tokenizer: Any) -> tuple[Examples, Examples | None]:
-    examples = load_examples(config.data, tokenizer, config)
-    if config.eval_data:
-        training, held_out = examples, load_examples(config.eval_data, tokenizer, config)[: config.max_eval_examples]
-    else:
-        training, held_out = split_held_out(examples, config)
-    return Examples(training), Examples(held_out) if held_out else None
 
 
 def _final_evaluation(trainer: DecoderTrainer) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from polydecode.config import TrainConfig
-from polydecode.data import Examples
+from polydecode.data import Examples, ExampleStream, data_fingerprint
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 
@@ -25,7 +25,7 @@ COMPLETE_FILE = "progress.json"
 MAY_CHANGE = {
     "checkpoint", "out", "data", "eval_data", "max_steps", "epochs", "max_minutes", "max_tokens", "log_steps", "eval_steps",
     "eval_samples", "max_eval_examples", "save_steps", "save_total_limit", "save_dtype", "report_to", "micro_batch_size",
-    "gradient_checkpointing", "keep", "resume", "spike_factor",
+    "gradient_checkpointing", "data_workers", "no_cache", "keep", "resume", "spike_factor",
 }  # fmt: skip
 """Settings that a resumed run may change. (Paths may: what they hold is compared by content.)"""
 
@@ -54,7 +54,9 @@ def versions() -> dict[str, str]:
     return {p: metadata.version(p) for p in packages} | {"machine": f"{platform.machine()} {os.cpu_count()} cores"}
 
 
-def description(config: TrainConfig, model: ParallelDecoder, tokenizer: Any, training: Examples) -> dict[str, Any]:
+def description(
+    config: TrainConfig, model: ParallelDecoder, tokenizer: Any, training: Examples | ExampleStream
+) -> dict[str, Any]:
     """What the run is, as JSON."""
     return {
         "settings": asdict(config),
@@ -70,15 +72,6 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     """A hash of the vocabulary, the special tokens and the chat template."""
     parts = [sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map, tokenizer.chat_template]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def data_fingerprint(training: Examples) -> str:
-    """A hash of the training examples in their order."""
-    digest = hashlib.sha256()
-    for i in range(len(training)):
-        example = training[i]
-        digest.update(repr((list(example.input_ids), list(example.loss_mask))).encode())
-    return digest.hexdigest()[:16]
 
 
 def write_run(out: Path, run: dict[str, Any]) -> None:

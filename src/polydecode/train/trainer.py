@@ -15,16 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 
 from polydecode.config import TrainConfig
-from polydecode.data import Collator, Examples, pad_token_id
+from polydecode.data import Collator, Examples, ExampleStream, Mixture, pad_token_id
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.methods.batch import Batch, LossOutput
 from polydecode.ops.sampling import RowGenerators, mix_seed
 from polydecode.train.budget import Budget
 from polydecode.train.checks import Watch
+from polydecode.train.draws import ENDLESS, EpochDraws, StreamState, stream_loader
 from polydecode.train.evaluation import FIRST_EXAMPLES, Best, first_line, show_samples
 from polydecode.train.progress import ProgressReport
 from polydecode.train.resume import COMPLETE_FILE
@@ -46,6 +48,8 @@ class DecoderTrainer(Trainer):
         self._since = (time.monotonic(), 0)
         micro = config.micro_batch_size or config.batch_size
         arguments = _arguments(config, micro, has_eval=held_out is not None)
+        if isinstance(training, ExampleStream):  # it seeks to its place by itself
+            arguments.ignore_data_skip, arguments.max_steps = True, config.max_steps or ENDLESS
         super().__init__(
             model=model,
             args=arguments,
@@ -54,14 +58,28 @@ class DecoderTrainer(Trainer):
             data_collator=Collator(pad_token_id(tokenizer)),
         )
         self.model_accepts_loss_kwargs = True
-        steps_per_epoch = math.ceil(len(training) / (config.batch_size * max(self.args.world_size, 1)))
-        self.budget = Budget(config, config.max_steps or math.ceil(config.epochs * steps_per_epoch))
+        per_step = config.batch_size * max(self.args.world_size, 1)
+        if isinstance(training, ExampleStream):
+            training.shard(micro, self.args.process_index, max(self.args.world_size, 1))
+            self.add_callback(StreamState(training, per_step))
+            total_steps = arguments.max_steps
+        else:
+            if isinstance(training, Mixture):
+                self.add_callback(EpochDraws(training))
+            total_steps = config.max_steps or math.ceil(config.epochs * math.ceil(len(training) / per_step))
+        self.budget = Budget(config, total_steps)
         for library_callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(library_callback)
         self.add_callback(_RunCallback(self))
         self.add_callback(ProgressReport(self.budget))
         if _reporter(config.report_to) == "tensorboard" and self.is_world_process_zero():
             self.add_callback(_tensorboard(Path(config.out) / "logs"))
+
+    def get_train_dataloader(self) -> DataLoader:
+        if isinstance(self.train_dataset, ExampleStream):
+            pin = self.args.dataloader_pin_memory and torch.cuda.is_available()
+            return stream_loader(self.train_dataset, self.data_collator, self._train_batch_size, pin)
+        return super().get_train_dataloader()
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
@@ -162,7 +180,10 @@ class DecoderTrainer(Trainer):
     def say_first_loss(self) -> None:
         """One line on the loss before the first step, over a few examples."""
         source: Any = self.eval_dataset if self.eval_dataset is not None else self.train_dataset
-        few = Examples([source[i] for i in range(min(FIRST_EXAMPLES, len(source)))])
+        if isinstance(source, ExampleStream):
+            few = Examples(source.peek(FIRST_EXAMPLES))
+        else:
+            few = Examples([source[i] for i in range(min(FIRST_EXAMPLES, len(source)))])
         metrics = self._held_out_metrics(self.get_eval_dataloader(few), "eval")
         if self.is_world_process_zero():
             print(first_line(metrics, self.decoder().config.vocab_size), file=sys.stderr)
