@@ -134,6 +134,15 @@ def test_resume_reads_one_chunk_again_and_tokenises_nothing(monkeypatch):
     assert len(read) == 51
 
 
+def test_peeking_draws_nothing():
+    """Bug: the loss before the first step taking the first examples out of the run."""
+    stream = make([20])
+    take(stream, 3)
+    state = stream.state_dict()
+    assert [e.example_id for e in stream.peek(4)] == take(resumed(lambda: make([20]), state), 4)
+    assert stream.state_dict() == state
+
+
 def test_a_stream_holds_one_chunk_at_most():
     """Bug: reading everything before the first example."""
     stream = make([100_000], buffer=50)

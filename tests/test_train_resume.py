@@ -150,7 +150,7 @@ def test_resuming_another_run_is_refused_by_name(tmp_path, data):
     refused("cycle_length was 3, now it is 2", source=make_checkpoint(tmp_path / "other", "dmtd", cycle_length=2))
     refused("method was dmtd, now it is block_diffusion", source=make_checkpoint(tmp_path / "third", "block_diffusion"))
     longer = tmp_path / "longer.jsonl"
-    longer.write_text(Path(data).read_text() + '\n{"text": "one more"}')
+    longer.write_text(Path(data).read_text() + '\n{"prompt": "one more", "response": " again"}')
     refused("data was", data=str(longer))
     tokenizer = load_tokenizer(str(checkpoint))
     tokenizer.chat_template = "{{ messages }}"

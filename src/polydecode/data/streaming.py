@@ -112,10 +112,6 @@ class _Cursor:
         self.lanes, self.weights = lanes, weights
         self._draws = [lane.draws() for lane in lanes]
 
-    def peek(self, count: int) -> list[Example]:
-        """The next `count` examples of this rank, which stay to be drawn."""
-        return list(islice(iter(copy.copy(self)), count))
-
     @property
     def drawn(self) -> int:
         return sum(lane.place.drawn for lane in self.lanes)
@@ -173,7 +169,7 @@ class ExampleStream(IterableDataset):
 
     def peek(self, count: int) -> list[Example]:
         """The next `count` examples of this rank, which stay to be drawn."""
-        return list(islice(iter(copy.copy(self)), count))
+        return list(islice(copy.copy(self), count))
 
     @property
     def drawn(self) -> int:
