@@ -434,6 +434,9 @@ def test_settings_of_mixtures_are_checked():
     ):
         with pytest.raises(UserError, match=says):
             config("a", "b", data_weights=weights).check()
+    for other in ({"data_weights": [1.0]}, {"streaming": True}):
+        with pytest.raises(UserError, match=f"packing and {next(iter(other))} do not go together"):
+            config("a", packing=True, **other).check()
 
 
 def test_data_is_told_apart_by_its_documents(tmp_path):

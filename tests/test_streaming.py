@@ -141,6 +141,7 @@ def test_peeking_draws_nothing():
     state = stream.state_dict()
     assert [e.example_id for e in stream.peek(4)] == take(resumed(lambda: make([20]), state), 4)
     assert stream.state_dict() == state
+    assert take(stream, 4) == take(make([20]), 7)[3:]  # a second iteration goes on as well
 
 
 def test_a_stream_holds_one_chunk_at_most():

@@ -155,7 +155,7 @@ class ExampleStream(IterableDataset):
     def __iter__(self) -> Iterator[Example]:
         worker = get_worker_info()
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        cursor = self._open(self._places)
+        cursor = self._open(self._now())
         if worker is None:
             self._cursor = cursor
         first, group = cursor.drawn, self.batch_size * self.world_size
