@@ -26,7 +26,7 @@ from transformers.configuration_utils import SubConfigSpec
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from polydecode.errors import UserError, unknown_name
-from polydecode.methods.batch import Batch, LossOutput, Score, Step
+from polydecode.methods.batch import Batch, Finding, LossOutput, Score, Step, TrainingPass
 from polydecode.ops.layers import DecoderStack
 from polydecode.ops.sampling import RowGenerators
 
@@ -138,6 +138,14 @@ class ParallelDecoder(PreTrainedModel, GenerationMixin):
     def num_targets(self, batch: Batch, generator: RowGenerators) -> int:
         """How many targets `loss` averages over, given the same generator; cheap, on the CPU."""
         return int(batch.predicted().sum())
+
+    def training_pass(self, prompt: int, answer: int) -> TrainingPass:
+        """What `loss` costs for a row of that many prompt and answer tokens, at most; for memory and time estimates."""
+        return TrainingPass(prompt + answer, answer)
+
+    def advice(self, answers: list[int], tokenizer: Any = None) -> list[Finding]:
+        """What to know before training on answers of these lengths (tokens); none where there are no data."""
+        return []
 
     def prefill(
         self,

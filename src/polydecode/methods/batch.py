@@ -1,4 +1,4 @@
-"""What goes into and comes out of a method's verbs: batches, losses, steps, scores, and prompts moved to the left.
+"""What goes into and comes out of a method's verbs: batches, losses, findings, steps, scores, and prompts moved to the left.
 
 Legend: B rows, P prompt tokens, T tokens, K most tokens a step commits.
 """
@@ -64,6 +64,26 @@ class LossOutput:
     loss: Tensor
     num_targets: int
     sums: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class TrainingPass:
+    """What a loss costs for one row: `tokens` that the layers read, `targets` that may be predicted at most, and whether the
+    attention needs a mask beyond causality."""
+
+    tokens: int
+    targets: int
+    has_mask: bool = False
+
+
+@dataclass
+class Finding:
+    """Something to know before training. `level`: "ok", "warn" or "fail"; `mend`: what to do about it."""
+
+    name: str
+    level: str
+    says: str
+    mend: str = ""
 
 
 @dataclass

@@ -47,7 +47,7 @@ class DecoderTrainer(Trainer):
         self._sums: dict[str, float] = {}
         self._since = (time.monotonic(), 0)
         micro = config.micro_batch_size or config.batch_size
-        arguments = _arguments(config, micro, has_eval=held_out is not None)
+        arguments = training_arguments(config, micro, has_eval=held_out is not None)
         if isinstance(training, ExampleStream):  # it seeks to its place by itself
             arguments.ignore_data_skip, arguments.max_steps = True, config.max_steps or ENDLESS
         super().__init__(
@@ -239,7 +239,8 @@ def _tensorboard(folder: Path) -> TrainerCallback:
     return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
-def _arguments(config: TrainConfig, micro: int, has_eval: bool) -> TrainingArguments:
+def training_arguments(config: TrainConfig, micro: int, has_eval: bool) -> TrainingArguments:
+    """What the Trainer is told: `config` in its words, with `micro` examples per forward."""
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and torch.cuda.is_available())
     return TrainingArguments(
         output_dir=str(Path(config.out) / "checkpoints"),

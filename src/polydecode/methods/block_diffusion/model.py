@@ -23,8 +23,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polydecode.methods.base import Choose, ParallelDecoder, cost_row
-from polydecode.methods.batch import Batch, LossOutput, Score, Step, per_row
+from polydecode.methods.batch import Batch, Finding, LossOutput, Score, Step, TrainingPass, per_row
 from polydecode.methods.block_diffusion import decoding
+from polydecode.methods.block_diffusion.advice import advise
 from polydecode.methods.block_diffusion.config import BlockDiffusionConfig, check_count, check_decoding
 from polydecode.methods.block_diffusion.corruption import corrupt
 from polydecode.methods.block_diffusion.layout import (
@@ -147,6 +148,15 @@ class BlockDiffusionModel(ParallelDecoder):
     def num_targets(self, batch: Batch, generator: RowGenerators) -> int:
         """Tokens that `loss` would mask, with the same draws."""
         return int(self._noise(batch, generator)[2].sum())
+
+    def training_pass(self, prompt: int, answer: int) -> TrainingPass:
+        """Every noisy copy of the answer, its last block filled up, and the context."""
+        noisy = self.config.noise_draws * -(-answer // self._places_logged()) * self._places_logged()
+        context = prompt + answer if self.config.attention == "clean_context" else prompt
+        return TrainingPass(noisy + context, noisy, has_mask=True)
+
+    def advice(self, answers: list[int], tokenizer: Any = None) -> list[Finding]:
+        return advise(self.config, answers, tokenizer)
 
     def _masked_hidden(
         self,

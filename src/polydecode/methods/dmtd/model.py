@@ -24,7 +24,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from polydecode.methods.base import Choose, ParallelDecoder, cost_row
-from polydecode.methods.batch import Batch, LossOutput, Score, Step, left_aligned, per_row
+from polydecode.methods.batch import Batch, Finding, LossOutput, Score, Step, left_aligned, per_row
+from polydecode.methods.dmtd.advice import advise
 from polydecode.methods.dmtd.config import DMTDConfig, check_cycle_length
 from polydecode.methods.dmtd.phase import PROMPT, phases
 from polydecode.ops.cache import KVCache, append, prompt_plan
@@ -114,6 +115,9 @@ class DMTDModel(ParallelDecoder):
     def hidden(self, batch: Batch) -> Tensor:
         phase_BT = torch.full_like(batch.input_ids, PROMPT)
         return self.stack.norm(self._gated(batch.input_ids, batch.position_ids(), phase_BT, batch.document_ids))
+
+    def advice(self, answers: list[int], tokenizer: Any = None) -> list[Finding]:
+        return advise(self.config, answers)
 
     def loss(self, batch: Batch, generator: RowGenerators) -> LossOutput:
         choices = self.config.training_cycle_lengths or [self.config.cycle_length]
