@@ -7,10 +7,10 @@ themselves (`predicted_costs`).
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from polydecode.auto import load_tokenizer, read_config, resolve_source
+from polydecode.auto.meta import meta_model
 from polydecode.errors import UserError
 from polydecode.methods import get_method, method_names
 from polydecode.methods.base import ParallelDecoderConfig
@@ -72,18 +72,6 @@ def inspect_source(source: str) -> Inspection:
         pad_is_eos=bool(tokenizer is not None and tokenizer.pad_token_id == tokenizer.eos_token_id is not None),
         costs=_costs(base, own),
     )
-
-
-def meta_model(base_config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of `base_config` without weights; `UserError` for what is no decoder-only model."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(base_config, attn_implementation="sdpa")
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{base_config.model_type!r} is not a supported architecture: {error}") from error
-    if not hasattr(model.get_decoder(), "layers"):
-        raise UserError(f"architecture {base_config.model_type!r} is not supported: its decoder has no 'layers'")
-    return model
 
 
 def _costs(base: PreTrainedModel, own: ParallelDecoderConfig | None) -> dict[str, list[dict[str, Any]]]:

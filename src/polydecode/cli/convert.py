@@ -30,7 +30,7 @@ class ConvertOptions:
 
 
 def make_parser(argv: Sequence[str]) -> Parser:
-    method = peek(argv, "method")
+    method = peek(argv, "method", "convert")
     command = "convert" if method is None else f"convert --method {method}"
     summary = "Turn a pretrained model into one that decodes several tokens per forward, after a self-check."
     parser = Parser(command, summary, positionals=("source", "out"))

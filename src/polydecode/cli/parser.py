@@ -17,6 +17,8 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from polydecode.errors import UserError, unknown_name
 
 T = TypeVar("T")
+RECIPE_SECTIONS = ("convert", "train")
+"""Commands whose settings a recipe holds, each in a section of its name."""
 
 
 class Formatter(DefaultHelpFormatter):
@@ -38,6 +40,7 @@ class Parser(ArgumentParser):
     """An argument parser for one command; `positionals` names the settings that are given without a flag."""
 
     def __init__(self, command: str, summary: str, positionals: Sequence[str] = (), **kwargs: Any):
+        self.command = command.split()[0]
         self.positional_names = tuple(positionals)
         self.boolean_names: set[str] = set()
         names = " ".join(name.upper() for name in positionals)
@@ -86,7 +89,7 @@ class Parser(ArgumentParser):
         return super().format_help(formatter)
 
     def read(self, argv: Sequence[str]) -> Namespace:
-        """Values by name, from flags and the YAML file; raises `UserError` of one line."""
+        """Values by name, from flags and the YAML file (`config_file`); raises `UserError` of one line."""
         path = peek(argv, "config")
         if path is not None:
             self._check_file(path)
@@ -94,6 +97,7 @@ class Parser(ArgumentParser):
         for name in self.boolean_names:
             if not isinstance(values[name], bool):
                 raise UserError(f"{flag(name)} is {values[name]!r} in {path}; it must be true or false")
+        values["config_file"] = path
         return values
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -105,7 +109,7 @@ class Parser(ArgumentParser):
         return {a.dest: a for a in self._actions if a.dest not in ("help", "config")}
 
     def _check_file(self, path: str) -> None:
-        for name in read_yaml(path):
+        for name in read_settings(path, self.command):
             if name not in self.names():
                 raise unknown_name(f"setting in {path}", str(name), self.names())
 
@@ -117,7 +121,9 @@ class Parser(ArgumentParser):
         rest: list[str] = []
         found: dict[str, list[Any]] = {}
         for name, value, words in _words(argv, {*lists, "--config"}):
-            if name == "--config":
+            if name == "--config" and value is not None:
+                first = [f"--config={json.dumps(read_settings(value, self.command))}"]
+            elif name == "--config":
                 first += words
             elif name in lists and value is not None:
                 found.setdefault(name, []).extend(_items(value, lists[name]))
@@ -162,14 +168,29 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def peek(argv: Sequence[str], name: str) -> str | None:
-    """The value of a flag, or of the setting in the YAML file, before the parser exists; None when not given."""
+def peek(argv: Sequence[str], name: str, command: str = "") -> str | None:
+    """The value of a flag, or of the setting in the YAML file, before the parser exists; None when not given. `command`: whose
+    section of a recipe to read."""
     given = [value for found, value, _ in _words(argv, {flag(name)}) if found and value is not None]
     if given or name == "config":
         return given[-1] if given else None
     path = peek(argv, "config")
-    value = read_yaml(path).get(name) if path is not None else None
+    value = read_settings(path, command).get(name) if path is not None else None
     return None if value is None else str(value)
+
+
+def read_settings(path: str, command: str) -> dict[str, Any]:
+    """The settings for `command` in a YAML file: all of it, or of a recipe (a file with a section per command) its section.
+
+    Raises `UserError` for a recipe that has none for `command`.
+    """
+    content = read_yaml(path)
+    sections = [name for name in RECIPE_SECTIONS if isinstance(content.get(name), dict)]
+    if not sections:
+        return content
+    if command and command not in sections:
+        raise UserError(f"recipe {path!r} has no section {command!r}; it has {', '.join(sections)}")
+    return content.get(command, {})
 
 
 def read_yaml(path: str) -> dict[str, Any]:
