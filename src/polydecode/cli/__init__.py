@@ -14,6 +14,7 @@ from polydecode.errors import UserError, unknown_name
 COMMANDS = {
     "demo": "see a real model converted, trained and measured, in one command",
     "convert": "turn a pretrained model into one that decodes several tokens per forward",
+    "doctor": "examine a source, data and settings before training, and say what to mend",
     "train": "train a converted checkpoint on your data",
     "generate": "generate text from a prompt, streaming to the terminal",
     "benchmark": "time a checkpoint against its own one-token-per-forward decoding",
@@ -26,7 +27,7 @@ _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (a bug, with its traceback), 2 (bad input), 130 (interrupted)."""
+    """Run one command and return its exit code: 0, 1 (a failed examination, or a bug with its traceback), 2 (bad input), 130 (interrupted)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(words)
@@ -97,8 +98,9 @@ def _run(name: str, argv: list[str], verbose: bool) -> int:
     with quiet(verbose or "--verbose" in argv):
         command = import_module(f"polydecode.cli.{name}")
         values = command.make_parser(argv).read(argv)
-        emit(command.run(values), values["json"])
-    return 0
+        result = command.run(values)
+        emit(result, values["json"])
+    return result.code
 
 
 def _fail(message: str) -> int:

@@ -26,6 +26,9 @@ class BenchmarkOptions(DecodingOptions):
         repeats: rounds; every way to decode runs once in each.
         threads: CPU threads; 0 leaves torch's choice.
         seed: seed of the random prompt.
+        training: time training steps instead, against plain fine-tuning of the same model by transformers' Trainer; rows have
+            `prompt_tokens` prompt and `new_tokens` answer tokens, dtype auto is float32 (bfloat16 on a GPU).
+        training_steps: timed optimiser steps per round, with --training.
     """
 
     checkpoint: str
@@ -37,6 +40,8 @@ class BenchmarkOptions(DecodingOptions):
     repeats: int = 5
     threads: int = 0
     seed: int = 0
+    training: bool = False
+    training_steps: int = 3
 
 
 def make_parser(argv: Sequence[str]) -> Parser:
@@ -58,11 +63,14 @@ def run(values: Namespace) -> Result:
 
     options = options_of(BenchmarkOptions, values)
     lengths = options.lengths or [options.new_tokens]
-    check_measure(options.prompt_tokens, lengths, options.batch_size, options.repeats)
+    if not options.training:
+        check_measure(options.prompt_tokens, lengths, options.batch_size, options.repeats)
     if options.threads < 0:
         raise UserError(f"threads is {options.threads}; it must be 1 or more, or 0 for torch's choice")
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.training:
+        return _training(options)
     model = open_model(options.checkpoint, options)
     if options.prompt:
         row = load_tokenizer(options.checkpoint)(options.prompt, return_tensors="pt").input_ids
@@ -84,3 +92,40 @@ def run(values: Namespace) -> Result:
     machine = describe_machine(model.device)
     text = [report.heading(setup, machine), "", table(*report.as_rows(summaries)), *report.notes(summaries)]
     return Result("\n".join(text), {**report.as_json(setup, machine, summaries), "notes": report.notes(summaries)})
+
+
+def _training(options: BenchmarkOptions) -> Result:
+    from polydecode.auto import load
+    from polydecode.benchmark import training
+    from polydecode.benchmark.machine import default_device, describe_machine
+
+    device = default_device() if options.device == "auto" else options.device
+    dtype = ("bfloat16" if device != "cpu" else "float32") if options.dtype == "auto" else options.dtype
+    if dtype == "float16":
+        raise UserError("training runs in float32 or bfloat16 (mixed precision); float16 is not supported")
+    model = load(options.checkpoint, dtype="float32")
+    speeds = training.measure_training(
+        model,
+        options.batch_size,
+        options.prompt_tokens,
+        options.new_tokens,
+        options.training_steps,
+        options.repeats,
+        dtype,
+        options.seed,
+        progress=log,
+    )
+    setup = {
+        "checkpoint": options.checkpoint,
+        "method": model.config.method,
+        "settings": model.config.settings(),
+        "dtype": dtype,
+        "batch_size": options.batch_size,
+        "prompt_tokens": options.prompt_tokens,
+        "answer_tokens": options.new_tokens,
+        "steps": options.training_steps,
+        "repeats": options.repeats,
+    }
+    machine = describe_machine(model.device)
+    text = f"{training.heading(setup, machine)}\n\n{table(*training.as_rows(speeds))}"
+    return Result(text, training.as_json(setup, machine, speeds))

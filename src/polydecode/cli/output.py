@@ -17,10 +17,12 @@ _NUMERIC = re.compile(r"-|-?\d[\d.,:-]*")
 
 @dataclass
 class Result:
-    """A command's result: `text` to read and the same as `data`; empty text when it has been streamed already."""
+    """A command's result: `text` to read and the same as `data`; empty text when it has been streamed already. `code`: the exit
+    code, 0 unless the command's answer is a no."""
 
     text: str = ""
     data: dict[str, Any] = field(default_factory=dict)
+    code: int = 0
 
 
 def emit(result: Result, as_json: bool) -> None:

@@ -70,6 +70,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         trainer.restore(last)
     if trainer.is_world_process_zero():
         report_parameters(model)
+        report_memory(model, config, longest_lengths(training, config))
         write_run(out, run)
     if last is None:
         trainer.say_first_loss()

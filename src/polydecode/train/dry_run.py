@@ -103,7 +103,7 @@ def dry_run(
     prepare_parameters(model, config)
     lengths, told = _lengths(config, tokenizer)
     parameters = {id(p): p for p in model.parameters()}.values()
-    steps, tokens = _budget(config, lengths, world_size)
+    steps, tokens = planned_budget(config, lengths, world_size)
     return DryRun(
         method=model.config.method,
         settings=model.config.settings(),
@@ -176,7 +176,7 @@ def _row(config: TrainConfig, model: ParallelDecoder) -> int:
     return min(config.max_length, model.config.max_position_embeddings)
 
 
-def _budget(
+def planned_budget(
     config: TrainConfig, lengths: Sequence[tuple[int, int]], world_size: int
 ) -> tuple[int | None, int | None]:
     """(optimiser steps, tokens of the data) of the whole run, whichever limit comes first; None where nothing tells."""

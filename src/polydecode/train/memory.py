@@ -30,8 +30,9 @@ from polydecode.methods.base import ParallelDecoder
 from polydecode.ops.losses import chunk_size
 
 GIGABYTE = 1e9
-PROCESS_BYTES = 0.7e9
-"""Python and its libraries in a training process on a CPU (0.6 to 0.7 GB measured); on a GPU, the context of CUDA."""
+PROCESS_BYTES = 0.8e9
+"""Python, its libraries and what their allocator wastes in a training process on a CPU (0.7 to 0.8 GB measured); on a GPU, the
+context of CUDA."""
 ADAM_BYTES = 8
 """AdamW's two moments in float32, per trained parameter."""
 MASK_BYTES = 10
@@ -101,7 +102,7 @@ def estimate_memory(
     num_layers = model.stack.num_layers
     width, vocab = model.config.hidden_size, model.get_output_embeddings().weight.shape[0]
     one_layer = per_token / num_layers
-    kept = num_layers * 4 * width + one_layer if config.gradient_checkpointing else per_token
+    kept = num_layers * 4 * width + 2 * one_layer if config.gradient_checkpointing else per_token
     pairs = MASK_BYTES * rows * tokens**2 if any(p.has_mask for p in passes) else 0
     head = model.get_output_embeddings().weight
     return MemoryEstimate(
@@ -124,6 +125,13 @@ def lengths_of(examples: Iterable[Example]) -> list[tuple[int, int]]:
     return [(sum(e.is_prompt), len(e.input_ids) - sum(e.is_prompt)) for e in examples]
 
 
+def longest_lengths(training: Any, config: TrainConfig) -> list[tuple[int, int]]:
+    """Lengths of what is trained on; full rows where documents are packed or come from a stream."""
+    if config.packing or not hasattr(training, "__len__"):
+        return [(0, config.max_length)]
+    return lengths_of(training[i] for i in range(len(training)))
+
+
 def _longest(lengths: Iterable[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
     """The `rows` longest; the last one again when there are fewer."""
     chosen = sorted(lengths, key=sum, reverse=True)[:rows]
@@ -143,8 +151,10 @@ def kept_bytes(model: ParallelDecoder, half: bool) -> tuple[float, float]:
 def _kept(model: ParallelDecoder, tokens: int, half: bool) -> int:
     """Bytes of the storages that autograd keeps over one forward of one row."""
     kept: dict[int, tuple[Any, int]] = {}
-    was_training = model.training
+    was_training, base_config = model.training, model.base.config
+    attention = base_config._attn_implementation
     model.train()
+    base_config._attn_implementation = "sdpa"  # the other fused kernels keep the same and do not run on fake tensors
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):
             fakes = _fake_tensors(model)
@@ -163,6 +173,7 @@ def _kept(model: ParallelDecoder, tokens: int, half: bool) -> int:
                 del output
     finally:
         model.train(was_training)
+        base_config._attn_implementation = attention
     return sum(size for _, size in kept.values())
 
 
@@ -179,9 +190,9 @@ def _fake_tensors(model: ParallelDecoder) -> dict[str, Tensor]:
 
 
 def available_bytes(on_gpu: bool | None = None) -> float:
-    """What a run may take here: the GPU's free memory, or the machine's (and its container's) with what this process has."""
+    """What a run may take here: the GPU's free memory or the machine's (and its container's), with what this process has."""
     if torch.cuda.is_available() if on_gpu is None else on_gpu:
-        return float(torch.cuda.mem_get_info()[0])
+        return float(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
     own = psutil.Process().memory_info().rss
     free = psutil.virtual_memory().available + own
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))

@@ -31,4 +31,5 @@ def _mask_token(config: BlockDiffusionConfig, tokenizer: Any) -> Finding:
     if row is None or tokenizer is None:
         return Finding("mask token", "ok", f"row {row} of the vocabulary")
     tokens = [token for token, number in tokenizer.get_vocab().items() if number == row]
-    return Finding("mask token", "ok", f"row {row}, {f'{tokens[0]!r} of' if tokens else 'left free by'} the tokenizer")
+    use = f"the tokenizer's {tokens[0]!r}" if tokens else "which the tokenizer does not use"
+    return Finding("mask token", "ok", f"row {row}, {use}")
