@@ -32,7 +32,10 @@ def dry_run(capsys, path, *words) -> dict:
 
 def test_there_is_a_recipe_for_every_size_and_method():
     """Bug: a recipe that was promised and is not there."""
-    methods = {(p.stem.split("-dmtd")[0].split("-block")[0], yaml.safe_load(p.read_text())["convert"]["method"]) for p in RECIPES}
+    methods = {
+        (p.stem.split("-dmtd")[0].split("-block")[0], yaml.safe_load(p.read_text())["convert"]["method"])
+        for p in RECIPES
+    }
     assert methods == {(size, method) for size in PUBLISHED for method in ("dmtd", "block_diffusion")}
 
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,6 +51,7 @@ class TrainingSpeed:
 
 def measure_training(
     model: ParallelDecoder,
+    tokenizer: Any,
     batch_size: int,
     prompt_tokens: int,
     answer_tokens: int,
@@ -81,9 +83,11 @@ def measure_training(
             dtype=dtype,
             log_steps=10 * steps,
             seed=seed,
+            report_to="none",
+            spike_factor=0.0,
         )
         for number in range(repeats):
-            for name, run in ((PLAIN, _plain), (model.config.method, _method)):
+            for name, run in ((PLAIN, _plain), (model.config.method, partial(_method, tokenizer))):
                 seconds[name].append(run(model, config, examples))
                 trained[name] = sum(p.numel() for p in model.parameters() if p.requires_grad)
                 gc.collect()
@@ -114,10 +118,10 @@ class _StepTimes(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def _method(model: ParallelDecoder, config: TrainConfig, examples: Examples) -> float:
+def _method(tokenizer: Any, model: ParallelDecoder, config: TrainConfig, examples: Examples) -> float:
     model.requires_grad_(True)
     prepare_parameters(model, config)
-    return _timed(DecoderTrainer(model, config, examples, None, 0))
+    return _timed(DecoderTrainer(model, config, examples, None, tokenizer))
 
 
 def _plain(model: ParallelDecoder, config: TrainConfig, examples: Examples) -> float:

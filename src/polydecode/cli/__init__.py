@@ -27,7 +27,7 @@ _STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (a failed examination, or a bug with its traceback), 2 (bad input), 130 (interrupted)."""
+    """Run one command and return its exit code: 0, 1 (a failed examination, or a bug), 2 (bad input), 130 (interrupted)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(words)

@@ -95,7 +95,7 @@ def run(values: Namespace) -> Result:
 
 
 def _training(options: BenchmarkOptions) -> Result:
-    from polydecode.auto import load
+    from polydecode.auto import load, load_tokenizer
     from polydecode.benchmark import training
     from polydecode.benchmark.machine import default_device, describe_machine
 
@@ -106,6 +106,7 @@ def _training(options: BenchmarkOptions) -> Result:
     model = load(options.checkpoint, dtype="float32")
     speeds = training.measure_training(
         model,
+        load_tokenizer(options.checkpoint),
         options.batch_size,
         options.prompt_tokens,
         options.new_tokens,

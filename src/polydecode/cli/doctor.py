@@ -1,4 +1,4 @@
-"""`polydecode doctor SOURCE [--data FILE] [--method NAME ...]`: what to mend before training; exit code 1 when something fails."""
+"""`polydecode doctor SOURCE [--data FILE] [--method NAME ...]`: what to mend before training."""
 
 import sys
 from collections.abc import Sequence

@@ -81,7 +81,11 @@ def examine(
         report.findings.append(Finding("architecture", "ok", says))
         model = get_method(method)[1].from_base(base, tokenizer, **(settings or {}))
     else:
-        why = "not measured (--no-measure)" if not measure else f"{size / 1e9:.1f} billion parameters, too many to run here"
+        why = (
+            "not measured (--no-measure)"
+            if not measure
+            else f"{size / 1e9:.1f} billion parameters, too many to run here"
+        )
         report.findings.append(
             Finding("architecture", "ok", f"{base_config.model_type}: has the parts; {why}; convert will measure it")
         )

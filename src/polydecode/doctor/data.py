@@ -23,7 +23,9 @@ def data_findings(examples: Sequence[Example]) -> list[Finding]:
     share = repeated / max(len(examples), 1)
     says = f"{repeated:,} of {len(examples):,} examples repeat another one"
     if share > MANY_DUPLICATES:
-        findings.append(Finding("duplicates", "warn", says, "remove them: they are learned by heart, and leak nothing new"))
+        findings.append(
+            Finding("duplicates", "warn", says, "remove them: they are learned by heart, and leak nothing new")
+        )
     else:
         findings.append(Finding("duplicates", "ok", says))
     empty = [e.example_id for e in examples if sum(e.loss_mask) <= 1]
@@ -43,7 +45,9 @@ def length_findings(model: ParallelDecoder, examples: Sequence[Example], config:
         return [Finding("context length", "ok", f"{context}; examples are cut at {config.max_length}")]
     lengths = [len(e.input_ids) for e in examples]
     full = sum(n >= config.max_length for n in lengths) / len(lengths)
-    says = f"the longest example has {max(lengths)} tokens, the context {context}; {full:.0%} reach max_length {config.max_length}"
+    says = f"the longest example has {max(lengths)} tokens, the context {context}; {full:.0%} reach {config.max_length}"
     if full > MANY_CUT:
-        return [Finding("context length", "warn", says, f"a longer --max-length (up to {context}), or shorter documents")]
+        return [
+            Finding("context length", "warn", says, f"a longer --max-length (up to {context}), or shorter documents")
+        ]
     return [Finding("context length", "ok", says)]

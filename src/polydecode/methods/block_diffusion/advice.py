@@ -19,7 +19,9 @@ def advise(config: BlockDiffusionConfig, answers: list[int], tokenizer: Any) -> 
     said = f"{short:.0%} of the answers are shorter than one block of {block} tokens"
     if short > MANY:
         better = max(2, sorted(answers)[len(answers) // 4])
-        mend = f"such an answer is one block, mostly filled up with end tokens: --block-size {better}, or longer answers"
+        mend = (
+            f"such an answer is one block, mostly filled up with end tokens: --block-size {better}, or longer answers"
+        )
         findings.append(Finding("block size", "warn", said, mend))
     else:
         findings.append(Finding("block size", "ok", said))
