@@ -19,6 +19,8 @@ from polydecode.train.memory import lengths_of
 
 SAMPLE = 4
 """Examples whose loss is measured."""
+CLUELESS = 1.1
+"""A source whose next-token loss is this many times ln V does not know the data's tokens; random weights are near 1."""
 
 
 def measured_findings(
@@ -48,7 +50,7 @@ def _first_loss(
         f"a model that knows nothing has ln V = {uniform:.2f}"
     )
     numbers = {"first_loss": first, "source_loss": expected, "uniform_loss": uniform, "first_loss_parts": parts}
-    if expected > uniform or not math.isfinite(first):
+    if expected > CLUELESS * uniform or not math.isfinite(first):
         mend = "the source knows less than nothing of these data: check that weights and tokenizer belong together"
         return Finding("first loss", "fail" if not math.isfinite(first) else "warn", says, mend), numbers
     return Finding("first loss", "ok", says), numbers
