@@ -117,7 +117,7 @@ def _examples(config: TrainConfig, tokenizer: Any, report: Examination) -> list[
     if not config.data or tokenizer is None:
         return []
     try:
-        examples = list(load_examples(config.data, tokenizer, config))
+        examples = list(load_examples(config.data, tokenizer, replace(config, no_cache=True)))
     except UserError as error:
         report.findings.append(Finding("data", "fail", str(error), "mend or remove what is named"))
         return []
@@ -128,7 +128,7 @@ def _examples(config: TrainConfig, tokenizer: Any, report: Examination) -> list[
 def _memory(model: ParallelDecoder, config: TrainConfig, examples: list[Example], report: Examination) -> None:
     prepare_parameters(model, config)
     row = min(config.max_length, model.config.max_position_embeddings)
-    estimate = estimate_memory(model, config, lengths_of(examples) or [(0, row)])
+    estimate = estimate_memory(model, config, [(0, row)] if config.packing else lengths_of(examples) or [(0, row)])
     available = available_bytes()
     told = memory_warning(estimate, available)
     says = f"{estimate.line()}; {gigabytes(available)} available"

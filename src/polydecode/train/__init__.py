@@ -26,6 +26,7 @@ from polydecode.methods.base import ParallelDecoder
 from polydecode.train.budget import Budget
 from polydecode.train.checks import Diverged
 from polydecode.train.draws import restore_stream
+from polydecode.train.memory import longest_lengths, report_memory
 from polydecode.train.parameters import check_same_weights, prepare_parameters, report_parameters
 from polydecode.train.resume import check_same_run, description, last_checkpoint, may_start, versions, write_run
 from polydecode.train.trainer import DecoderTrainer, averages

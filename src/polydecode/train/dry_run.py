@@ -6,9 +6,8 @@ checked by form, since nothing is read from the network here.
 
 import json
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,13 +19,14 @@ from polydecode.auto.loading import has_tokenizer
 from polydecode.auto.meta import meta_decoder
 from polydecode.config import TrainConfig
 from polydecode.data import load_examples, split_held_out
+from polydecode.data.files import kind_of
+from polydecode.data.hub import hub_name
 from polydecode.errors import UserError
 from polydecode.methods import get_method
 from polydecode.methods.base import ParallelDecoder, ParallelDecoderConfig
 from polydecode.train.memory import MemoryEstimate, estimate_memory, gigabytes, lengths_of
 from polydecode.train.parameters import prepare_parameters
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[^\s:@]+)?(@\S+)?")
+from polydecode.train.resume import may_start
 
 
 @dataclass
@@ -96,7 +96,7 @@ def dry_run(
     if world_size < 1:
         raise UserError(f"world_size is {world_size}; it must be 1 or more")
     out = Path(config.out)
-    if out.exists() and any(out.iterdir()) and not config.resume:
+    if not config.resume and not may_start(out):
         raise UserError(f"output folder {str(out)!r} is not empty; choose another or give --resume")
     tokenizer, notes = _tokenizer(config, planned)
     model = planned_model(config.checkpoint, planned, tokenizer)
@@ -109,7 +109,9 @@ def dry_run(
         settings=model.config.settings(),
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
-        memory=estimate_memory(model, config, lengths or [(0, _row(config, model))]),
+        memory=estimate_memory(
+            model, config, [(0, _row(config, model))] if config.packing else lengths or [(0, _row(config, model))]
+        ),
         world_size=world_size,
         examples=len(lengths) if lengths else None,
         steps=steps,
@@ -157,19 +159,20 @@ def _lengths(config: TrainConfig, tokenizer: Any) -> tuple[list[tuple[int, int]]
     """(prompt, answer) tokens of the training examples, none where data are on a hub or cannot be tokenised here."""
     on_hub = [name for name in config.data if is_hub_name(name)]
     for name in config.data:
-        if name not in on_hub and not Path(name).expanduser().exists():
+        if name not in on_hub and not any(c in name for c in "*?[") and not Path(name).expanduser().exists():
             raise UserError(f"no data file {name!r}")
     if on_hub:
         return [], [f"note: not read: {', '.join(on_hub)} (on a hub); every example counts as max_length tokens"]
     if tokenizer is None:
         return [], []
+    config = replace(config, no_cache=True)
     examples = load_examples(config.data, tokenizer, config)
     return lengths_of(examples if config.eval_data else split_held_out(examples, config)[0]), []
 
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` can only mean a data set on a hub: owner/name, with :config or @split behind."""
-    return bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists() and not Path(name).suffix.startswith(".json")
+    return hub_name(name) is not None and not Path(name).exists() and kind_of(name) is None
 
 
 def _row(config: TrainConfig, model: ParallelDecoder) -> int:
@@ -181,12 +184,13 @@ def planned_budget(
 ) -> tuple[int | None, int | None]:
     """(optimiser steps, tokens of the data) of the whole run, whichever limit comes first; None where nothing tells."""
     rows = config.batch_size * world_size
-    per_step = rows * (mean(sum(length) for length in lengths) if lengths else config.max_length)
+    per_row = mean(sum(length) for length in lengths) if lengths and not config.packing else config.max_length
+    per_step = rows * per_row
     limits = [config.max_steps] if config.max_steps else []
     if config.max_tokens:
         limits.append(math.ceil(config.max_tokens / per_step))
     if not config.max_steps and config.epochs and lengths:
-        limits.append(math.ceil(config.epochs * math.ceil(len(lengths) / rows)))
+        limits.append(math.ceil(config.epochs * math.ceil(sum(map(sum, lengths)) / per_row / rows)))
     if not limits:
         return None, None
     steps = min(limits)

@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polydecode.config import TrainConfig
-from polydecode.data import Example
+from polydecode.data import Example, Examples, lengths
 from polydecode.methods.base import ParallelDecoder
 from polydecode.ops.losses import chunk_size
 
@@ -84,15 +85,15 @@ def gigabytes(count: float) -> str:
 
 
 def estimate_memory(
-    model: ParallelDecoder, config: TrainConfig, lengths: Iterable[tuple[int, int]], on_gpu: bool | None = None
+    model: ParallelDecoder, config: TrainConfig, examples: Iterable[tuple[int, int]], on_gpu: bool | None = None
 ) -> MemoryEstimate:
     """The peak of training `model`, prepared as it will be trained (`prepare_parameters`), perhaps on the meta device.
 
-    `lengths`: (prompt tokens, answer tokens) of the examples; the micro batch of the longest ones counts.
+    `examples`: (prompt tokens, answer tokens) of each; the micro batch of the longest ones counts.
     """
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     rows = config.micro_batch_size or config.batch_size
-    passes = [model.training_pass(p, a) for p, a in _longest(lengths, rows)]
+    passes = [model.training_pass(p, a) for p, a in _longest(examples, rows)]
     tokens = max(p.tokens for p in passes)
     targets = sum(p.targets for p in passes)
     parameters = {id(p): p for p in model.parameters()}.values()
@@ -126,15 +127,17 @@ def lengths_of(examples: Iterable[Example]) -> list[tuple[int, int]]:
 
 
 def longest_lengths(training: Any, config: TrainConfig) -> list[tuple[int, int]]:
-    """Lengths of what is trained on; full rows where documents are packed or come from a stream."""
-    if config.packing or not hasattr(training, "__len__"):
+    """Lengths of the longest micro batch of what is trained on; full rows where documents are packed or come from a stream."""
+    if config.packing or not isinstance(training, Examples):
         return [(0, config.max_length)]
-    return lengths_of(training[i] for i in range(len(training)))
+    rows = config.micro_batch_size or config.batch_size
+    order = np.argsort(-lengths(training.examples), kind="stable")[:rows]
+    return lengths_of(training.examples[int(i)] for i in order)
 
 
-def _longest(lengths: Iterable[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
+def _longest(examples: Iterable[tuple[int, int]], rows: int) -> list[tuple[int, int]]:
     """The `rows` longest; the last one again when there are fewer."""
-    chosen = sorted(lengths, key=sum, reverse=True)[:rows]
+    chosen = sorted(examples, key=sum, reverse=True)[:rows]
     return chosen + [chosen[-1]] * (rows - len(chosen))
 
 
@@ -218,9 +221,9 @@ def warning(estimate: MemoryEstimate, available: float, world_size: int = 1) -> 
     )
 
 
-def report_memory(model: ParallelDecoder, config: TrainConfig, lengths: Iterable[tuple[int, int]]) -> MemoryEstimate:
+def report_memory(model: ParallelDecoder, config: TrainConfig, examples: Iterable[tuple[int, int]]) -> MemoryEstimate:
     """Print the estimate, and a warning where it exceeds the machine, on stderr."""
-    estimate = estimate_memory(model, config, lengths)
+    estimate = estimate_memory(model, config, examples)
     print(estimate.line(), file=sys.stderr)
     told = warning(estimate, available_bytes())
     if told:
