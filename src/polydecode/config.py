@@ -71,7 +71,7 @@ class TrainConfig(DataConfig):
         schedule: after the warm-up: cosine, linear, constant, or wsd (constant, then down linearly over decay_ratio).
         warmup_ratio: share of the run spent warming up.
         decay_ratio: share of the run in which wsd comes down.
-        batch_size: examples per optimiser step on each process.
+        batch_size: examples per optimiser step, over all processes.
         micro_batch_size: examples per forward; 0 means the whole batch at once.
         max_steps: optimiser steps; 0 means by epochs.
         epochs: passes over the data when max_steps is 0.

@@ -73,11 +73,13 @@ def examine(
     if measure and small:
         base = load_base(config.checkpoint, "float32")
         try:
-            error = check_architecture(base)
+            difference = check_architecture(base)
         except UserError as fault:
             report.findings.append(Finding("architecture", "fail", str(fault), "choose a model of a supported family"))
             return report
-        says = f"{base_config.model_type}: layers run one by one give the model's own logits (difference {error:.0e})"
+        says = (
+            f"{base_config.model_type}: layers run one by one give the model's own logits (difference {difference:.0e})"
+        )
         report.findings.append(Finding("architecture", "ok", says))
         model = get_method(method)[1].from_base(base, tokenizer, **(settings or {}))
     else:

@@ -31,7 +31,10 @@ def token_cross_entropy(
     by `chunk_size`). The loss is at least float32.
     """
     if not len(target_N):
-        nothing_N = hidden_ND.sum() * 0 + _at_least_float32(hidden_ND.new_zeros(0))
+        through_head = head(
+            hidden_ND[:0]
+        ).sum()  # so that every parameter has a gradient, as distributed training wants
+        nothing_N = (hidden_ND.sum() + through_head) * 0 + _at_least_float32(hidden_ND.new_zeros(0))
         return nothing_N, torch.zeros(0, dtype=torch.bool, device=hidden_ND.device)
     with torch.enable_grad():
         nothing_0V = head(hidden_ND[:0].detach())

@@ -127,6 +127,7 @@ def _final_evaluation(trainer: DecoderTrainer) -> dict[str, float]:
     metrics = trainer.evaluate()
     best = trainer.best.record
     if trainer.run_config.keep == "best" and best is not None and best["step"] != trainer.state.global_step:
+        trainer.accelerator.wait_for_everyone()
         trainer.best.restore(trainer.decoder())
         metrics = trainer.evaluate() | {"best_step": best["step"]}
     return {k: v for k, v in metrics.items() if k.startswith(("eval_", "best_"))}

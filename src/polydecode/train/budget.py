@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 from polydecode.config import TrainConfig
 
@@ -13,6 +14,13 @@ class Budget:
         self.config, self.total_steps = config, total_steps
         self.tokens = 0
         self.started = time.monotonic()
+        self.seconds: float | None = None
+        """Seconds used at the last step, as agreed between processes; None while there is none."""
+
+    def agree(self, told: Callable[[float], float]) -> None:
+        """Fix the time used to what all processes agree on: the schedule follows it, and they must step alike."""
+        if self.config.max_minutes:
+            self.seconds = told(time.monotonic() - self.started)
 
     def progress(self, step: int) -> float:
         """Share of the budget used after `step` steps, 0 to 1: the furthest of steps, tokens and minutes."""
@@ -20,7 +28,8 @@ class Budget:
         if self.config.max_tokens:
             shares.append(self.tokens / self.config.max_tokens)
         if self.config.max_minutes:
-            shares.append((time.monotonic() - self.started) / 60 / self.config.max_minutes)
+            seconds = time.monotonic() - self.started if self.seconds is None else self.seconds
+            shares.append(seconds / 60 / self.config.max_minutes)
         return min(max(shares), 1.0)
 
     def factor(self, step: int) -> float:

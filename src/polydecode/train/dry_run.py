@@ -136,7 +136,8 @@ def planned_model(checkpoint: str, planned: Planned | None, tokenizer: Any = Non
 def _base_config(planned: Planned) -> PreTrainedConfig:
     if planned.base_config is None:
         config: Any = read_config(resolve_source(planned.source))
-        return config.base_config if isinstance(config, ParallelDecoderConfig) else config
+        own: Any = config.base_config if isinstance(config, ParallelDecoderConfig) else config
+        return own
     try:
         content = json.loads(planned.base_config.read_text())
         return AutoConfig.for_model(**content)

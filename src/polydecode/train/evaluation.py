@@ -62,20 +62,21 @@ def answer(model: ParallelDecoder, tokenizer: Any, example: Example) -> dict[str
 
 
 def show_samples(
-    model: ParallelDecoder, tokenizer: Any, held_out: Examples, count: int, step: int, out: Path
+    model: ParallelDecoder, tokenizer: Any, held_out: Examples, count: int, step: int, out: Path | None
 ) -> dict[str, float]:
-    """Answer `count` held-out prompts, show the first three, append all to `samples.jsonl`; returns averages."""
+    """Answer `count` held-out prompts, and return averages; with `out`, show three and append all to its `samples.jsonl`."""
     cpu, gpu = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     records = [answer(model, tokenizer, held_out[i]) for i in range(min(count, len(held_out)))]
     torch.set_rng_state(cpu)
     if gpu:
         torch.cuda.set_rng_state_all(gpu)
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / SAMPLES_FILE).open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n" for record in records)
-    for record in records[:3]:
-        mark = "=" if record["exact"] else "x"
-        print(f"  {mark} {_short(record['prompt'])} -> {_short(record['answer'])}", file=sys.stderr)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / SAMPLES_FILE).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n" for record in records)
+        for record in records[:3]:
+            mark = "=" if record["exact"] else "x"
+            print(f"  {mark} {_short(record['prompt'])} -> {_short(record['answer'])}", file=sys.stderr)
     return {
         "samples_exact": sum(r["exact"] for r in records) / len(records),
         "samples_tokens_per_forward": sum(r["tokens_per_forward"] for r in records) / len(records),
@@ -95,9 +96,12 @@ class Best:
         file = folder / "best.json"
         self.record: dict[str, float] | None = json.loads(file.read_text()) if file.is_file() else None
 
-    def offer(self, model: ParallelDecoder, step: int, loss: float) -> None:
-        """Keep these weights if `loss` is the lowest so far."""
+    def offer(self, model: ParallelDecoder, step: int, loss: float, write: bool) -> None:
+        """Keep these weights if `loss` is the lowest so far; one process of a run writes them."""
         if self.record is not None and loss >= self.record["loss"]:
+            return
+        self.record = {"step": step, "loss": loss}
+        if not write:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         weights = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
@@ -105,7 +109,6 @@ class Best:
         (self.folder / ".best").write_text(json.dumps({"step": step, "loss": loss}))
         os.replace(self.folder / ".weights", self.folder / "weights.safetensors")
         os.replace(self.folder / ".best", self.folder / "best.json")
-        self.record = {"step": step, "loss": loss}
 
     def restore(self, model: ParallelDecoder) -> None:
         """Put the best weights into the model; without one yet, nothing."""

@@ -26,6 +26,7 @@ from polydecode.methods.batch import Batch, LossOutput
 from polydecode.ops.sampling import RowGenerators, mix_seed
 from polydecode.train.budget import Budget
 from polydecode.train.checks import Watch
+from polydecode.train.distributed import EpochOrder, Rows, any_of_them, of_the_first, split_batch, summed, world_size
 from polydecode.train.draws import ENDLESS, EpochDraws, StreamState, stream_loader
 from polydecode.train.evaluation import FIRST_EXAMPLES, Best, first_line, show_samples
 from polydecode.train.progress import ProgressReport
@@ -46,27 +47,28 @@ class DecoderTrainer(Trainer):
         self._step_loss: Tensor | float = 0.0
         self._sums: dict[str, float] = {}
         self._since = (time.monotonic(), 0)
-        micro = config.micro_batch_size or config.batch_size
-        arguments = training_arguments(config, micro, has_eval=held_out is not None)
+        processes = world_size()
+        micro, _ = split_batch(config.batch_size, config.micro_batch_size, processes)
+        arguments = training_arguments(config, has_eval=held_out is not None)
         if isinstance(training, ExampleStream):  # it seeks to its place by itself
             arguments.ignore_data_skip, arguments.max_steps = True, config.max_steps or ENDLESS
+        rows = training if isinstance(training, ExampleStream) else Rows(training, micro * processes, config.packing)
         super().__init__(
             model=model,
             args=arguments,
-            train_dataset=training,
+            train_dataset=rows,
             eval_dataset=held_out,
             data_collator=Collator(pad_token_id(tokenizer)),
         )
         self.model_accepts_loss_kwargs = True
-        per_step = config.batch_size * max(self.args.world_size, 1)
         if isinstance(training, ExampleStream):
-            training.shard(micro, self.args.process_index, max(self.args.world_size, 1))
-            self.add_callback(StreamState(training, per_step))
+            training.shard(micro, self.args.process_index, processes)
+            self.add_callback(StreamState(training, config.batch_size))
             total_steps = arguments.max_steps
         else:
             if isinstance(training, Mixture):
                 self.add_callback(EpochDraws(training))
-            total_steps = config.max_steps or math.ceil(config.epochs * math.ceil(len(training) / per_step))
+            total_steps = config.max_steps or math.ceil(config.epochs * math.ceil(len(training) / config.batch_size))
         self.budget = Budget(config, total_steps)
         for library_callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(library_callback)
@@ -81,6 +83,11 @@ class DecoderTrainer(Trainer):
             return stream_loader(self.train_dataset, self.data_collator, self._train_batch_size, pin)
         return super().get_train_dataloader()
 
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        if isinstance(self.train_dataset, Rows):
+            return EpochOrder(self.train_dataset, self.run_config.seed, lambda: int(self.state.epoch or 0))
+        return super()._get_train_sampler(train_dataset)
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
             chosen: Any = optimizer if optimizer is not None else self.optimizer
@@ -92,16 +99,15 @@ class DecoderTrainer(Trainer):
         if not batch_samples:
             return None
         counts = (self.decoder().num_targets(*self._batch_and_noise(inputs)) for inputs in batch_samples)
-        count = torch.tensor(sum(counts), device=device)
-        if self.args.world_size > 1:
-            count = self.accelerator.gather(count).sum()
-        return count
+        read = sum(int(inputs["attention_mask"].sum()) for inputs in batch_samples)
+        told = summed({"targets": sum(counts), "read": read}, self.args.device)
+        self.budget.tokens += int(told["read"])
+        return torch.tensor(max(int(told["targets"]), 1), device=device)
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         output = self._loss_output(model, inputs, epoch=None)
-        self.budget.tokens += int(inputs["attention_mask"].sum()) * self.args.world_size
         for name, value in {**output.sums, "targets": output.num_targets}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         loss = output.loss
@@ -130,7 +136,8 @@ class DecoderTrainer(Trainer):
         batch = Batch(**inputs)
         assert batch.example_ids is not None
         epoch = int(self.state.epoch or 0) if epoch is None else epoch
-        examples = [i for i in batch.example_ids.flatten().tolist() if i >= 0]
+        packed = batch.document_ids is not None
+        examples = [i for i in batch.example_ids.flatten().tolist() if i >= 0 or not packed]
         return batch, RowGenerators([mix_seed(self.run_config.seed, epoch, i) for i in examples])
 
     def decoder(self) -> ParallelDecoder:
@@ -141,7 +148,7 @@ class DecoderTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs.update(averages(self._sums))
+            logs.update(averages(summed(self._sums, self.args.device)))
             now, tokens = time.monotonic(), self.budget.tokens
             logs["tokens_per_s"] = round((tokens - self._since[1]) / max(now - self._since[0], 1e-9), 1)
             logs["tokens"] = tokens
@@ -150,20 +157,24 @@ class DecoderTrainer(Trainer):
 
     def evaluate(self, *_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
         """Token-weighted loss and the method's averages over the held-out examples, with fixed draws, and some answers."""
-        named = self._held_out_metrics(self.get_eval_dataloader(), metric_key_prefix)
+        named = self._held_out_metrics(self.eval_dataset, metric_key_prefix)
         held_out: Any = self.eval_dataset
         if self.run_config.eval_samples:
             count, step = self.run_config.eval_samples, self.state.global_step
-            found = show_samples(self.decoder(), self.tokenizer, held_out, count, step, Path(self.run_config.out))
+            out = Path(self.run_config.out) if self.is_world_process_zero() else None
+            found = show_samples(self.decoder(), self.tokenizer, held_out, count, step, out)
             named |= {f"{metric_key_prefix}_{k}": round(v, 4) for k, v in found.items()}
         if self.run_config.keep == "best":
-            self.best.offer(self.decoder(), self.state.global_step, named[f"{metric_key_prefix}_loss"])
+            loss, write = named[f"{metric_key_prefix}_loss"], self.is_world_process_zero()
+            self.best.offer(self.decoder(), self.state.global_step, loss, write)
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
         return named
 
-    def _held_out_metrics(self, batches: Any, prefix: str) -> dict[str, float]:
+    def _held_out_metrics(self, rows: Any, prefix: str) -> dict[str, float]:
+        """Over all `rows`, in every process alike."""
         assert self.model is not None
+        batches = DataLoader(rows, self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
         self.model.eval()
         sums: dict[str, float] = {}
         loss = 0.0
@@ -184,7 +195,7 @@ class DecoderTrainer(Trainer):
             few = Examples(source.peek(FIRST_EXAMPLES))
         else:
             few = Examples([source[i] for i in range(min(FIRST_EXAMPLES, len(source)))])
-        metrics = self._held_out_metrics(self.get_eval_dataloader(few), "eval")
+        metrics = self._held_out_metrics(few, "eval")
         if self.is_world_process_zero():
             print(first_line(metrics, self.decoder().config.vocab_size), file=sys.stderr)
 
@@ -209,7 +220,10 @@ class _RunCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer.budget.used_up(state.global_step) or self.trainer.interrupted:
+        trainer = self.trainer
+        trainer.budget.agree(lambda seconds: of_the_first(seconds, args.device))
+        trainer.interrupted = any_of_them(trainer.interrupted, args.device)
+        if trainer.interrupted or trainer.budget.used_up(state.global_step):
             control.should_training_stop = True
         return control
 
@@ -239,14 +253,15 @@ def _tensorboard(folder: Path) -> TrainerCallback:
     return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
-def training_arguments(config: TrainConfig, micro: int, has_eval: bool) -> TrainingArguments:
-    """What the Trainer is told: `config` in its words, with `micro` examples per forward."""
+def training_arguments(config: TrainConfig, has_eval: bool) -> TrainingArguments:
+    """What the Trainer is told: `config` in its words, for the processes there are."""
+    micro, accumulation = split_batch(config.batch_size, config.micro_batch_size, world_size())
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and torch.cuda.is_available())
     return TrainingArguments(
         output_dir=str(Path(config.out) / "checkpoints"),
         per_device_train_batch_size=micro,
         per_device_eval_batch_size=micro,
-        gradient_accumulation_steps=config.batch_size // micro,
+        gradient_accumulation_steps=accumulation,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
         adam_beta1=config.adam_beta1,
@@ -269,6 +284,7 @@ def training_arguments(config: TrainConfig, micro: int, has_eval: bool) -> Train
         logging_nan_inf_filter=False,
         remove_unused_columns=False,
         dataloader_drop_last=False,
+        ddp_find_unused_parameters=False,
         disable_tqdm=True,
         label_names=[],
         include_for_metrics=[],

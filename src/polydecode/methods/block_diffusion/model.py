@@ -156,7 +156,8 @@ class BlockDiffusionModel(ParallelDecoder):
         return TrainingPass(noisy + context, noisy, has_mask=True)
 
     def advice(self, answers: list[int], tokenizer: Any = None) -> list[Finding]:
-        return advise(self.config, answers, tokenizer)
+        config: Any = self.config
+        return advise(config, answers, tokenizer)
 
     def _masked_hidden(
         self,

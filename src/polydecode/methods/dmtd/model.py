@@ -117,7 +117,8 @@ class DMTDModel(ParallelDecoder):
         return self.stack.norm(self._gated(batch.input_ids, batch.position_ids(), phase_BT, batch.document_ids))
 
     def advice(self, answers: list[int], tokenizer: Any = None) -> list[Finding]:
-        return advise(self.config, answers)
+        config: Any = self.config
+        return advise(config, answers)
 
     def loss(self, batch: Batch, generator: RowGenerators) -> LossOutput:
         choices = self.config.training_cycle_lengths or [self.config.cycle_length]
