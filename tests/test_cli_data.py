@@ -88,6 +88,6 @@ def test_bad_input_is_one_line(checkpoint, data, capsys, flags, says):
 def test_a_prompt_longer_than_max_length_is_counted(checkpoint, tmp_path, capsys):
     """Pins: a report that fails where training would, instead of saying how many."""
     path = tmp_path / "data.jsonl"
-    path.write_text('{"prompt": "' + "x" * 30 + '", "response": "y"}\n{"text": "hello"}\n')
+    path.write_text('{"prompt": "' + "x" * 30 + '", "response": "y"}\n{"prompt": "hi", "response": "y"}\n')
     assert main(["data", checkpoint, "--data", str(path), "--max-length", "10", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["refused"] == 1
