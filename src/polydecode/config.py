@@ -15,6 +15,8 @@ class DataConfig:
         data_weights: share of each `data` in an epoch, in order (2,1); without, an epoch is all of them once.
         chat: put prompt/response pairs into the tokenizer's chat template.
         max_length: longest example in tokens; longer ones are cut at the end.
+        train_on: all_assistant turns of a conversation, or the last_assistant turn alone; the others are context.
+        enable_thinking: for chat templates that ask for it; recorded with the tokenizer; null leaves it to the template.
         packing: put several whole examples into each row of max_length tokens; batch_size then counts rows.
         eval_data: data to evaluate on, in the same forms, instead of a part held out of `data`.
         eval_fraction: share of `data` held out, chosen by a hash of each document's content.
@@ -30,6 +32,8 @@ class DataConfig:
     data_weights: list[float] = field(default_factory=list)
     chat: bool = False
     max_length: int = 1024
+    train_on: str = "all_assistant"
+    enable_thinking: bool | None = None
     packing: bool = False
     eval_data: list[str] = field(default_factory=list)
     eval_fraction: float = 0.02
@@ -55,6 +59,8 @@ class DataConfig:
             raise UserError(f"{name} is {getattr(self, name)}; it must be {int(name == 'shuffle_buffer')} or more")
         if self.max_length < 2:
             raise UserError(f"max_length is {self.max_length}; it must be 2 or more")
+        if self.train_on not in ("all_assistant", "last_assistant"):
+            raise UserError(f"train_on is {self.train_on!r}; it must be all_assistant or last_assistant")
         if not 0 <= self.eval_fraction < 1:
             raise UserError(f"eval_fraction is {self.eval_fraction}; it must be at least 0 and below 1")
 

@@ -132,10 +132,11 @@ def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
         return tokenizer(prompt, return_tensors="pt").input_ids
     if not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template; leave --chat away")
-    turns = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(
-        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    ).input_ids
+    import torch
+
+    from polydecode.data import chat_ids
+
+    return torch.tensor([chat_ids([{"role": "user", "content": prompt}], tokenizer)])
 
 
 def _read(file: str) -> str:

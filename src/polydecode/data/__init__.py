@@ -1,5 +1,6 @@
 """Training data: files to records, records to examples, examples to batches."""
 
+from polydecode.data.chat import chat_ids, record_thinking
 from polydecode.data.encode import encode, prompt_ids
 from polydecode.data.examples import Collator, Example, Examples, pad_token_id
 from polydecode.data.files import read_jsonl
@@ -16,6 +17,7 @@ __all__ = [
     "Examples",
     "Mixture",
     "PackedExamples",
+    "chat_ids",
     "content_hashes",
     "data_fingerprint",
     "encode",
@@ -24,6 +26,7 @@ __all__ = [
     "pad_token_id",
     "prompt_ids",
     "read_jsonl",
+    "record_thinking",
     "split_held_out",
     "training_data",
 ]

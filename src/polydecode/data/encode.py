@@ -1,8 +1,8 @@
 """Records to examples: which tokens a record becomes, and which of them are trained.
 
 An example is `text` (all of it trained), a `prompt` and its `response` (the response and its end token are trained), or
-`messages` (every assistant turn and its end token are trained, the role headers are not). An example that is cut at
-`max_length` gets no end token: a cut never teaches an end.
+`messages` (every assistant turn and its end token are trained, or the last alone; the role headers are not: `chat.py`). An
+example that is cut at `max_length` gets no end token: a cut never teaches an end.
 """
 
 from typing import Any
@@ -10,22 +10,34 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from polydecode.config import DataConfig
+from polydecode.data.chat import message_spans
 from polydecode.data.examples import Example
 from polydecode.errors import UserError
 
 
 def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Example:
     """The example of one record. Raises `UserError` (without the place) for a record of no known form."""
+    example = encode_whole(record, tokenizer, config)
+    if True not in example.loss_mask[: config.max_length]:
+        length = example.loss_mask.index(True)
+        raise UserError(f"the prompt alone has {length} tokens, max_length is {config.max_length}")
+    return cut(example, config.max_length, tokenizer.eos_token_id)
+
+
+def encode_whole(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Example:
+    """The example of one record, however long."""
+    is_text = False
     if "messages" in record:
-        spans = _message_spans(record["messages"], tokenizer)
+        spans = _conversation(record["messages"], tokenizer, config, record.get("tools"))
     elif "prompt" in record and "response" in record:
         prompt, response = _string(record, "prompt"), _string(record, "response")
         if config.chat:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            spans = _message_spans(turns, tokenizer)
+            spans = _conversation(turns, tokenizer, config, None)
         else:
             spans = [(prompt_ids(prompt, tokenizer), False), (_plain(response, tokenizer) + _end(tokenizer), True)]
     elif "text" in record:
+        is_text = True
         ids = tokenizer(_string(record, "text"))["input_ids"]
         end = _end(tokenizer)
         spans = [(ids if ids[-1:] == end else ids + end, True)]
@@ -37,11 +49,23 @@ def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: D
     trained = [t for span, t in spans for _ in span]
     if not any(trained):
         raise UserError("nothing to train on: the response is empty")
-    if not any(trained[: config.max_length]):
-        raise UserError(f"the prompt alone has {trained.index(True)} tokens, max_length is {config.max_length}")
-    ids, trained = ids[: config.max_length], trained[: config.max_length]
-    is_text = "text" in record and "messages" not in record and "prompt" not in record
     return Example(ids, [not is_text and not t for t in trained], trained)
+
+
+def cut(example: Example, max_length: int, end_id: int | None) -> Example:
+    """The first `max_length` tokens, without context that nothing follows; text that is cut ends with no end token."""
+    if len(example.input_ids) <= max_length:
+        return example
+    stop = max_length - example.loss_mask[:max_length][::-1].index(True)
+    while not example.is_prompt[0] and stop > 1 and example.input_ids[stop - 1] == end_id:
+        stop -= 1  # an end token inside the text, where the cut fell
+    return Example(example.input_ids[:stop], example.is_prompt[:stop], example.loss_mask[:stop], example.example_id)
+
+
+def _conversation(
+    messages: Any, tokenizer: PreTrainedTokenizerBase, config: DataConfig, tools: list | None
+) -> list[tuple[list[int], bool]]:
+    return message_spans(messages, tokenizer, config.train_on == "last_assistant", tools, config.enable_thinking)
 
 
 def prompt_ids(prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -65,43 +89,3 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token")
     return [tokenizer.eos_token_id]
-
-
-def _message_spans(messages: Any, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], bool]]:
-    """The conversation as (token ids, trained) spans, measured by templating ever longer prefixes of it."""
-    if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    ):
-        raise UserError("messages must be a list of objects with role and content")
-    if tokenizer.chat_template is None:
-        raise UserError("the tokenizer has no chat template; give prompt and response instead")
-    done: list[int] = []
-    spans: list[tuple[list[int], bool]] = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = _template(messages[:i], tokenizer, add_generation_prompt=True)
-        after = _template(messages[: i + 1], tokenizer, add_generation_prompt=False)
-        if before[: len(done)] != done or after[: len(before)] != before:
-            raise UserError("the chat template rewrites earlier turns, so the trained span cannot be measured")
-        spans.append((before[len(done) :], False))
-        spans.append((_through_end_token(after[len(before) :], tokenizer), True))
-        done = done + spans[-2][0] + spans[-1][0]
-    if not spans:
-        raise UserError("no assistant message to train on")
-    return spans
-
-
-def _template(messages: list[dict], tokenizer: PreTrainedTokenizerBase, add_generation_prompt: bool) -> list[int]:
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except Exception as error:
-        raise UserError(f"the chat template refuses these messages: {str(error).splitlines()[0]}") from None
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _through_end_token(span: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The assistant's content and its end token, without what the template puts after it (a newline, often)."""
-    special = set(tokenizer.all_special_ids)
-    ends = [i for i, token in enumerate(span) if token in special]
-    return span[: ends[-1] + 1] if ends else span + _end(tokenizer)

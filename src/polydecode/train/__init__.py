@@ -20,7 +20,7 @@ from polydecode.auto import load, load_tokenizer
 from polydecode.auto.loading import cast_parameters
 from polydecode.config import TrainConfig
 from polydecode.convert import save_adapter, save_checkpoint
-from polydecode.data import Examples, PackedExamples, training_data
+from polydecode.data import Examples, PackedExamples, record_thinking, training_data
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.train.budget import Budget
@@ -48,6 +48,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         raise UserError(f"output folder {str(out)!r} is not empty; choose another or give --resume")
     last = last_checkpoint(out) if config.resume else None
     tokenizer = load_tokenizer(config.checkpoint)
+    record_thinking(tokenizer, config.enable_thinking)
     training, held_out = training_data(config, tokenizer, config.seed)
     if last is not None:
         restore_stream(training, last)
