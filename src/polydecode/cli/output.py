@@ -26,7 +26,9 @@ class Result:
 
 
 def emit(result: Result, as_json: bool) -> None:
-    """Print `result` to stdout, as one line of JSON or as text."""
+    """Print `result` to stdout, as one line of JSON or as text; of several processes (torchrun) only the first does."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     if as_json:
         print(json.dumps(result.data, ensure_ascii=False))
     elif result.text:
