@@ -14,6 +14,7 @@ from polydecode.errors import UserError, unknown_name
 COMMANDS = {
     "demo": "see a real model converted, trained and measured, in one command",
     "convert": "turn a pretrained model into one that decodes several tokens per forward",
+    "distill": "let a source model answer prompts, as training data in its own words",
     "train": "train a converted checkpoint on your data",
     "generate": "generate text from a prompt, streaming to the terminal",
     "benchmark": "time a checkpoint against its own one-token-per-forward decoding",
