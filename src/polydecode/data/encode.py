@@ -2,7 +2,7 @@
 
 An example is `text` (all of it trained), a `prompt` and its `response` (the response and its end token are trained), or
 `messages` (every assistant turn and its end token are trained, the role headers are not). An example that is cut at
-`max_length` gets no end token: a cut never teaches an end.
+`max_length`, or whose record says `finish_reason` "length", gets no end token: a cut never teaches an end.
 """
 
 from typing import Any
@@ -33,6 +33,8 @@ def encode(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: D
         raise UserError(
             f"has {', '.join(sorted(record)) or 'no keys'}; needs text, or prompt and response, or messages"
         )
+    if record.get("finish_reason") == "length":  # an answer of `polydecode distill` that was cut: it teaches no end
+        spans[-1] = (_without_end(spans[-1][0], tokenizer), spans[-1][1])
     ids = [i for span, _ in spans for i in span]
     trained = [t for span, t in spans for _ in span]
     if not any(trained):
@@ -105,3 +107,8 @@ def _through_end_token(span: list[int], tokenizer: PreTrainedTokenizerBase) -> l
     special = set(tokenizer.all_special_ids)
     ends = [i for i, token in enumerate(span) if token in special]
     return span[: ends[-1] + 1] if ends else span + _end(tokenizer)
+
+
+def _without_end(span: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A trained span up to the end token that closes it."""
+    return span[:-1] if span[-1] in set(tokenizer.all_special_ids) else span
