@@ -56,7 +56,9 @@ class Output:
         elif unfinished or self.meta_path.is_file():
             self._adopt(self.partial_meta if unfinished else self.meta_path, finished=not unfinished)
         elif self.path.exists():
-            raise UserError(f"{str(self.path)!r} was not written by distill (no {META_SUFFIX} beside it): cannot resume it")
+            raise UserError(
+                f"{str(self.path)!r} was not written by distill (no {META_SUFFIX} beside it): cannot resume it"
+            )
 
     def _adopt(self, meta_path: Path, finished: bool) -> None:
         try:
@@ -90,7 +92,7 @@ class Output:
 
     def append(self, records: list[dict[str, Any]], counted: dict[str, int]) -> None:
         """Write one window's records and count it."""
-        data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+        data = "".join(_line(record) for record in records).encode()
         self._file.write(data)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -125,3 +127,11 @@ class Output:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, self.partial_meta)
+
+
+def _line(record: dict[str, Any]) -> str:
+    """JSON on one line for every reader: some also end lines at these three characters."""
+    text = json.dumps(record, ensure_ascii=False)
+    for character in ("\x85", "\u2028", "\u2029"):
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text + "\n"

@@ -127,7 +127,7 @@ def _chunk(
 
 
 def coarsened(logits_nV: Tensor, ids_nk: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) at `ids_nk`, and of all other tokens together: (n, k + 1). -inf where there is no other."""
+    """log softmax(logits / temperature) at `ids_nk`, and of all other tokens together (-inf where there are none): (n, k + 1)."""
     scaled_nV = _at_least_float32(logits_nV) / temperature
     total_n1 = scaled_nV.logsumexp(-1, keepdim=True)
     chosen_nk = scaled_nV.gather(-1, ids_nk)
