@@ -57,7 +57,9 @@ def main(held_self: str, held_raw: str, *adapters: str) -> None:
         model, tokenizer = load(name, dtype="float32"), load_tokenizer(name)
         model.config.training_cycle_lengths = None
         files = {k: load_examples([f], tokenizer, DataConfig()) for k, f in (("self", held_self), ("raw", held_raw))}
-        result = {k: teacher_forced(model, examples[:EXAMPLES], pad_token_id(tokenizer)) for k, examples in files.items()}
+        result = {
+            k: teacher_forced(model, examples[:EXAMPLES], pad_token_id(tokenizer)) for k, examples in files.items()
+        }
         print(json.dumps({"adapter": name, **result, "decoded": decoded(model, files["self"])}), flush=True)
 
 
