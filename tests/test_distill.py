@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import SETTINGS, tiny_base
-from tiny_tokenizer import tiny_tokenizer
 
 from polydecode.auto import load, load_tokenizer
 from polydecode.cli import main
@@ -21,6 +19,8 @@ from polydecode.convert import convert, save_checkpoint
 from polydecode.data import encode, prompt_ids
 from polydecode.distill.output import Output
 from polydecode.distill.settings import DistillConfig
+from tiny import SETTINGS, tiny_base
+from tiny_tokenizer import tiny_tokenizer
 
 WORDS = ["apple", "river", "stone", "Paris", "hello", "user", "0123"]
 

@@ -6,8 +6,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import batch_of, packed_batch, random_rows, tiny_base, tiny_model
-from tiny_tokenizer import tiny_tokenizer
 
 from polydecode.config import TrainConfig
 from polydecode.convert import convert, save_checkpoint
@@ -17,6 +15,8 @@ from polydecode.ops.losses import token_cross_entropy
 from polydecode.ops.sampling import RowGenerators
 from polydecode.train.parameters import prepare_parameters
 from polydecode.train.source import Source, frozen_base, shares_weights
+from tiny import batch_of, packed_batch, random_rows, tiny_base, tiny_model
+from tiny_tokenizer import tiny_tokenizer
 
 METHODS = ("autoregressive", "dmtd", "block_diffusion")
 V, N, D = 23, 9, 6
