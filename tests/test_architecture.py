@@ -17,7 +17,7 @@ FLOORS = {
     3: ["auto"],
     4: ["convert", "data", "generate"],
     4.5: ["train"],  # the floor of convert and data in the design; it reads through one and writes through the other
-    5: ["evaluate", "benchmark", "serve", "embed", "tasks", "inspection", "doctor", "demo"],
+    5: ["evaluate", "benchmark", "serve", "embed", "tasks", "inspection", "doctor", "demo", "distill"],
     6: ["cli"],
     7: ["__main__"],
 }

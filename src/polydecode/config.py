@@ -95,6 +95,10 @@ class TrainConfig(DataConfig):
         lora_alpha: scale of the adapters; 0 means twice the rank.
         lora_targets: layers that get adapters, by name, with commas (q_proj,v_proj); all-linear is all of attention and MLP.
         adapter_source: name this source in the adapter instead of the checkpoint; its weights must be the same.
+        distill_weight: share of the loss that is the divergence from the source model's own predictions; 0 means none.
+        distill_source: the source to learn from; empty is the checkpoint's own weights at full depth, as they were.
+        distill_top_k: most likely tokens kept of the source's distribution; the rest is one bucket.
+        distill_temperature: temperature of both distributions in the divergence.
         save_dtype: dtype of the weights that are written: float32, bfloat16 or float16.
         seed: seed of data order and of every random draw.
         log_steps: steps between log lines.
@@ -133,6 +137,10 @@ class TrainConfig(DataConfig):
     lora_alpha: int = 0
     lora_targets: str = "all-linear"
     adapter_source: str = ""
+    distill_weight: float = 0.0
+    distill_source: str = ""
+    distill_top_k: int = 64
+    distill_temperature: float = 1.0
     save_dtype: str = "float32"
     seed: int = 42
     log_steps: int = 10
@@ -191,5 +199,17 @@ class TrainConfig(DataConfig):
                 raise UserError(f"{name} is for adapters; give --lora-rank as well")
         if self.streaming and not (self.max_steps or self.max_tokens or self.max_minutes):
             raise UserError("a stream has no end: give --max-steps, --max-tokens or --max-minutes with --streaming")
+        self._check_distillation()
         if self.max_steps == 0 and self.epochs == 0 and not (self.max_minutes or self.max_tokens):
             raise UserError("nothing bounds the run: give --max-steps, --epochs, --max-minutes or --max-tokens")
+
+    def _check_distillation(self) -> None:
+        if not 0 <= self.distill_weight <= 1:
+            raise UserError(f"distill_weight is {self.distill_weight}; it must be from 0 to 1")
+        if self.distill_top_k < 1:
+            raise UserError(f"distill_top_k is {self.distill_top_k}; it must be 1 or more")
+        if not 0 < self.distill_temperature < float("inf"):
+            raise UserError(f"distill_temperature is {self.distill_temperature}; it must be above 0")
+        for name in ("distill_source", "distill_top_k", "distill_temperature"):
+            if getattr(self, name) != getattr(type(self), name) and not self.distill_weight:
+                raise UserError(f"{name} needs a share of the loss; give --distill-weight as well")

@@ -16,6 +16,7 @@ COMMANDS = {
     "convert": "turn a pretrained model into one that decodes several tokens per forward",
     "doctor": "examine a source, data and settings before training, and say what to mend",
     "data": "show what training would see of your data",
+    "distill": "let a source model answer prompts, as training data in its own words",
     "train": "train a converted checkpoint on your data",
     "generate": "generate text from a prompt, streaming to the terminal",
     "benchmark": "time a checkpoint against its own one-token-per-forward decoding",

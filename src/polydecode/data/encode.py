@@ -2,7 +2,8 @@
 
 An example is `text` (all of it trained), a `prompt` and its `response` (the response and its end token are trained), or
 `messages` (every assistant turn and its end token are trained, or the last alone; the role headers are not: `chat.py`). An
-example that is cut at `max_length` gets no end token: a cut never teaches an end.
+example that is cut at `max_length`, or whose record says `finish_reason` "length", gets no end token: a cut never teaches an
+end.
 """
 
 from typing import Any
@@ -45,6 +46,8 @@ def encode_whole(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, con
         raise UserError(
             f"has {', '.join(sorted(record)) or 'no keys'}; needs text, or prompt and response, or messages"
         )
+    if record.get("finish_reason") == "length":  # an answer of `polydecode distill` that was cut: it teaches no end
+        spans[-1] = (_without_end(spans[-1][0], tokenizer), spans[-1][1])
     ids = [i for span, _ in spans for i in span]
     trained = [t for span, t in spans for _ in span]
     if not any(trained):
@@ -89,3 +92,8 @@ def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token")
     return [tokenizer.eos_token_id]
+
+
+def _without_end(span: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A trained span up to the end token that closes it."""
+    return span[:-1] if span[-1] in set(tokenizer.all_special_ids) else span

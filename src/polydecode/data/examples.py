@@ -48,7 +48,7 @@ class Collator:
 
     def __call__(self, rows: Sequence[Example] | Sequence[list[Example]]) -> dict[str, Tensor]:
         packed = [row if isinstance(row, list) else [row] for row in rows]
-        width = max(sum(len(e.input_ids) for e in row) for row in packed)
+        width = max(1, *(sum(len(e.input_ids) for e in row) for row in packed))
 
         def pad(values: list[list], value: int, to: int = width) -> Tensor:
             return torch.tensor([[int(x) for x in row] + [value] * (to - len(row)) for row in values])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polydecode.errors import UserError
+from polydecode.ops.distillation import SourceDistribution
 
 
 @dataclass
@@ -19,7 +20,8 @@ class Batch:
     `attention_mask`: real tokens, padding on the right. `is_prompt`: context that is given, not produced. `loss_mask`: the
     tokens that are targets. `document_ids`: which document of a packed row a token belongs to, padding to none of them (None:
     one per row); text without a prompt has `is_prompt` false everywhere. `example_ids`: the example of each row (B,), or of
-    each document of packed rows (B, most documents), -1 where a row has fewer.
+    each document of packed rows (B, most documents), -1 where a row has fewer. `source`: what a source model
+    says of the targets, to learn from beside them.
     """
 
     input_ids: Tensor
@@ -28,6 +30,7 @@ class Batch:
     loss_mask: Tensor
     document_ids: Tensor | None = None
     example_ids: Tensor | None = None
+    source: SourceDistribution | None = None
 
     def position_ids(self) -> Tensor:
         """Positions (B, T) counted from the start of each document."""

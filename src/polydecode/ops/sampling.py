@@ -57,6 +57,12 @@ class RowGenerators:
         chosen._made = {new: self._made[old] for new, old in enumerate(rows) if old in self._made}
         return chosen
 
+    def joined(self, other: "RowGenerators") -> "RowGenerators":
+        """These generators and then `other`'s, each going on where it is."""
+        both = RowGenerators(self._seeds + other._seeds)
+        both._made = self._made | {len(self._seeds) + i: made for i, made in other._made.items()}
+        return both
+
     def integers(self, high_B: Sequence[int]) -> list[int]:
         """One uniform integer in [0, high) per row."""
         return [int(torch.randint(0, h, (1,), generator=self.row(i))) for i, h in enumerate(high_B)]

@@ -29,6 +29,7 @@ from polydecode.train.draws import restore_stream
 from polydecode.train.memory import longest_lengths, report_memory
 from polydecode.train.parameters import check_same_weights, prepare_parameters, report_parameters
 from polydecode.train.resume import check_same_run, description, last_checkpoint, may_start, versions, write_run
+from polydecode.train.source import frozen_base, make_source
 from polydecode.train.trainer import DecoderTrainer, averages
 
 __all__ = ["METRICS_FILE", "Budget", "DecoderTrainer", "averages", "prepare_parameters", "train"]
@@ -60,12 +61,14 @@ def train(config: TrainConfig) -> dict[str, Any]:
         raise UserError(
             "keep best compares evaluations, and nothing is held out: raise eval_fraction or give eval_data"
         )
+    frozen = frozen_base(model, tokenizer, config)
     adapter = prepare_parameters(model, config)
     rows: Any = training
     if config.packing:
         assert isinstance(training, Examples)  # the settings' check refuses a stream
         rows = PackedExamples(training, config.max_length, config.seed)
     trainer = DecoderTrainer(model, config, rows, held_out, tokenizer)
+    trainer.source = make_source(model, adapter, frozen, config)
     run = description(config, model, tokenizer, training)
     if last is not None:
         check_same_run(out, run)

@@ -41,7 +41,8 @@ class ProgressReport(TrainerCallback):
     def _line(self, step: int, logs: dict[str, float]) -> str:
         prefix = "eval_" if "eval_loss" in logs else ""
         parts = [f"step {step}", f"{'held-out ' if prefix else ''}loss {logs[prefix + 'loss']:.4f}"]
-        parts += [f"{k.removeprefix(prefix)} {v:.3f}" for k, v in logs.items() if "accuracy" in k]
+        told = {f"{prefix}cross_entropy", "source_kl"}
+        parts += [f"{k.removeprefix(prefix)} {v:.3f}" for k, v in logs.items() if "accuracy" in k or k in told]
         if not prefix:
             parts.append(f"grad {logs.get('grad_norm', 0.0):.2f}  lr {logs['learning_rate']:.1e}")
             parts.append(f"{logs['tokens_per_s']:.0f} tokens/s  {self._time_left(step)} left")

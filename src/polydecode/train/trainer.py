@@ -31,6 +31,7 @@ from polydecode.train.draws import ENDLESS, EpochDraws, StreamState, stream_load
 from polydecode.train.evaluation import FIRST_EXAMPLES, Best, first_line, show_samples
 from polydecode.train.progress import ProgressReport
 from polydecode.train.resume import COMPLETE_FILE
+from polydecode.train.source import Source
 
 
 class DecoderTrainer(Trainer):
@@ -45,6 +46,7 @@ class DecoderTrainer(Trainer):
         self.watch = Watch(config.spike_factor)
         self.best = Best(Path(config.out) / "checkpoints" / "best")
         self._step_loss: Tensor | float = 0.0
+        self.source: Source | None = None
         self._sums: dict[str, float] = {}
         self._since = (time.monotonic(), 0)
         processes = world_size()
@@ -107,7 +109,7 @@ class DecoderTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        output = self._loss_output(model, inputs, epoch=None)
+        output = self._loss_output(model, inputs, epoch=None, source=self.source)
         for name, value in {**output.sums, "targets": output.num_targets}.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
         loss = output.loss
@@ -127,13 +129,19 @@ class DecoderTrainer(Trainer):
             model.zero_grad(set_to_none=True)
         return norm
 
-    def _loss_output(self, model: Any, inputs: dict[str, Tensor], epoch: int | None) -> LossOutput:
+    def _loss_output(
+        self, model: Any, inputs: dict[str, Tensor], epoch: int | None, source: Source | None = None
+    ) -> LossOutput:
         batch, generator = self._batch_and_noise(inputs, epoch)
+        if source is not None:
+            with self.accelerator.autocast():
+                batch.source = source.read(batch)
         return model(batch=batch, generator=generator)
 
     def _batch_and_noise(self, inputs: dict[str, Tensor], epoch: int | None = None) -> tuple[Batch, RowGenerators]:
         """The batch and its generators, by (seed, epoch, example); `epoch` None is the current one."""
-        batch = Batch(**inputs)
+        tensors: dict[str, Any] = inputs
+        batch = Batch(**tensors)
         assert batch.example_ids is not None
         epoch = int(self.state.epoch or 0) if epoch is None else epoch
         packed = batch.document_ids is not None

@@ -16,7 +16,8 @@ from polydecode.methods.autoregressive.config import AutoregressiveConfig
 from polydecode.methods.base import Choose, ParallelDecoder
 from polydecode.methods.batch import Batch, LossOutput, Score, Step, left_aligned
 from polydecode.ops.cache import KVCache, append, prompt_plan
-from polydecode.ops.losses import mean_or_zero, token_cross_entropy
+from polydecode.ops.distillation import TokenLosses, token_losses
+from polydecode.ops.losses import mean_or_zero
 from polydecode.ops.sampling import RowGenerators
 
 
@@ -110,13 +111,14 @@ class AutoregressiveModel(ParallelDecoder):
         return self.stack.norm(self._hidden(batch.input_ids, batch.position_ids(), batch.document_ids))
 
     def loss(self, batch: Batch, generator: RowGenerators) -> LossOutput:
-        loss_N, hit_N, _ = self._token_losses(batch)
-        sums = {"accuracy": float(hit_N.sum()), "accuracy_count": float(len(hit_N))}
-        return LossOutput(mean_or_zero(loss_N), len(loss_N), sums)
+        losses, _ = self._token_losses(batch)
+        count = len(losses.hit_N)
+        sums = {"accuracy": float(losses.hit_N.sum()), "accuracy_count": float(count), **losses.sums()}
+        return LossOutput(mean_or_zero(losses.loss_N), count, sums)
 
     def score(self, batch: Batch) -> Score:
-        loss_N, _, target_BT = self._token_losses(batch)
-        rows_N = target_BT.nonzero()[:, 0]
+        losses, target_BT = self._token_losses(batch)
+        loss_N, rows_N = losses.cross_entropy_N, target_BT.nonzero()[:, 0]
         per_row_B = loss_N.new_zeros(len(target_BT)).index_add(0, rows_N, -loss_N)
         return Score(per_row_B, target_BT.sum(1), exact=True)
 
@@ -124,13 +126,13 @@ class AutoregressiveModel(ParallelDecoder):
         self.check_options(options)
         return 1.0
 
-    def _token_losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """-log p and hit of every target, in row order, and which tokens are targets."""
+    def _token_losses(self, batch: Batch) -> tuple[TokenLosses, Tensor]:
+        """The losses of every target, in row order, and which tokens are targets."""
         hidden_BTD = self.hidden(batch)
         target_BT = batch.predicted()
         source_ND = hidden_BTD[:, :-1][target_BT[:, 1:]]
-        loss_N, hit_N = token_cross_entropy(source_ND, batch.input_ids[target_BT], self.stack.head)
-        return loss_N, hit_N, target_BT
+        said = None if batch.source is None else batch.source.rows_where(target_BT)
+        return token_losses(source_ND, batch.input_ids[target_BT], self.stack.head, said), target_BT
 
     def _hidden(
         self, input_ids_BT: Tensor, position_ids: Tensor, documents: Tensor | None = None, cache: KVCache | None = None

@@ -38,6 +38,7 @@ from polydecode.methods.block_diffusion.layout import (
     read_batch,
 )
 from polydecode.methods.block_diffusion.mask_token import resolve_mask_token
+from polydecode.ops.distillation import SourceRows, token_losses
 from polydecode.ops.losses import token_cross_entropy
 from polydecode.ops.sampling import RowGenerators
 
@@ -185,11 +186,13 @@ class BlockDiffusionModel(ParallelDecoder):
         device = batch.input_ids.device
         noisy, context, is_masked_BA, level_BA = self._noise(batch, generator)
         hidden_ND = self._masked_hidden(noisy, context, is_masked_BA, is_masked_BA, device)
-        loss_N, hit_N = token_cross_entropy(hidden_ND, noisy.token[is_masked_BA].to(device), self.stack.head)
+        said = _source_rows(batch, noisy, is_masked_BA)
+        losses = token_losses(hidden_ND, noisy.token[is_masked_BA].to(device), self.stack.head, said)
+        loss_N, hit_N = losses.loss_N, losses.hit_N
         weighted_N = loss_N / level_BA[is_masked_BA].to(device, loss_N.dtype)
         counted_N, place_N = ~noisy.is_filling[is_masked_BA], noisy.place[is_masked_BA]
-        plain_N, right_N = loss_N.detach().float().cpu(), hit_N.float().cpu()
-        sums: dict[str, float] = {}
+        plain_N, right_N = losses.cross_entropy_N.float().cpu(), hit_N.float().cpu()
+        sums = losses.sums()
         buckets = {"": counted_N} | {f"_place_{i}": counted_N & (place_N == i) for i in range(self._places_logged())}
         for suffix, chosen_N in buckets.items():
             count = float(chosen_N.sum())
@@ -307,3 +310,12 @@ class BlockDiffusionModel(ParallelDecoder):
                 settled = {"block_size": size, "fuse_write": fused}
                 rows.append(cost_row(settled, {"commits_per_forward": rate}, forwards, forwards))
         return rows
+
+
+def _source_rows(batch: Batch, noisy: Places, is_masked_BA: Tensor) -> SourceRows | None:
+    """What the source says of the masked tokens given the clean ones before them; of filling it says nothing."""
+    if batch.source is None:
+        return None
+    said = batch.source.rows(is_masked_BA.nonzero()[:, 0], noisy.column[is_masked_BA])
+    said.known_N = said.known_N & ~noisy.is_filling[is_masked_BA].to(said.known_N.device)
+    return said

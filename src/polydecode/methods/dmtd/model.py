@@ -29,7 +29,8 @@ from polydecode.methods.dmtd.advice import advise
 from polydecode.methods.dmtd.config import DMTDConfig, check_cycle_length
 from polydecode.methods.dmtd.phase import PROMPT, phases
 from polydecode.ops.cache import KVCache, append, prompt_plan
-from polydecode.ops.losses import mean_or_zero, token_cross_entropy
+from polydecode.ops.distillation import TokenLosses, token_losses
+from polydecode.ops.losses import mean_or_zero
 from polydecode.ops.sampling import RowGenerators
 
 
@@ -125,28 +126,29 @@ class DMTDModel(ParallelDecoder):
         documents = batch.num_documents()
         drawn = generator.integers([len(choices)] * documents) if len(choices) > 1 else [0] * documents
         cycle_lengths = [choices[i] for i in drawn]
-        loss_N, hit_N, phase_N, _ = self._token_losses(batch, cycle_lengths, generator)
-        sums = {"accuracy": float(hit_N.sum()), "accuracy_count": float(len(hit_N))}
+        losses, phase_N, _ = self._token_losses(batch, cycle_lengths, generator)
+        hit_N = losses.hit_N
+        sums = {"accuracy": float(hit_N.sum()), "accuracy_count": float(len(hit_N)), **losses.sums()}
         for phase in range(max(choices)):
             here_N = phase_N == phase
             count = float(here_N.sum())
-            sums[f"loss_phase_{phase}"] = float(loss_N.detach()[here_N].sum())
+            sums[f"loss_phase_{phase}"] = float(losses.cross_entropy_N[here_N].sum())
             sums[f"loss_phase_{phase}_count"] = count
             sums[f"accuracy_phase_{phase}"] = float(hit_N[here_N].sum())
             sums[f"accuracy_phase_{phase}_count"] = count
-        return LossOutput(mean_or_zero(loss_N), len(loss_N), sums)
+        return LossOutput(mean_or_zero(losses.loss_N), len(hit_N), sums)
 
     def score(self, batch: Batch) -> Score:
         cycle_lengths = [self.config.cycle_length] * batch.num_documents()
-        loss_N, _, _, target_BT = self._token_losses(batch, cycle_lengths, None)
-        rows_N = target_BT.nonzero()[:, 0]
+        losses, _, target_BT = self._token_losses(batch, cycle_lengths, None)
+        loss_N, rows_N = losses.cross_entropy_N, target_BT.nonzero()[:, 0]
         per_row_B = loss_N.new_zeros(len(target_BT)).index_add(0, rows_N, -loss_N)
         return Score(per_row_B, target_BT.sum(1), exact=True)
 
     def _token_losses(
         self, batch: Batch, cycle_lengths: list[int], generator: RowGenerators | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """-log p, hit and phase of the predicting token for every target, and which tokens are targets; one cycle length per
+    ) -> tuple[TokenLosses, Tensor, Tensor]:
+        """The losses and the phase of the predicting token for every target, and which tokens are targets; one cycle length per
         document."""
         cycle_N = torch.tensor(cycle_lengths, device=batch.input_ids.device)
         phase_BT = phases(batch, cycle_N, self.config.prompt_gate, generator)
@@ -154,8 +156,9 @@ class DMTDModel(ParallelDecoder):
         target_BT = batch.predicted()
         predicts_BT = target_BT[:, 1:]
         source_ND = self.stack.norm(hidden_BTD[:, :-1][predicts_BT])
-        loss_N, hit_N = token_cross_entropy(source_ND, batch.input_ids[target_BT], self.stack.head)
-        return loss_N, hit_N, phase_BT[:, :-1][predicts_BT].clamp_min(0), target_BT
+        said = None if batch.source is None else batch.source.rows_where(target_BT)
+        losses = token_losses(source_ND, batch.input_ids[target_BT], self.stack.head, said)
+        return losses, phase_BT[:, :-1][predicts_BT].clamp_min(0), target_BT
 
     # --- decoding --------------------------------------------------------------------------------------------------
 
