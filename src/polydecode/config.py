@@ -89,6 +89,7 @@ class TrainConfig(DataConfig):
         max_grad_norm: clip the gradient norm here.
         dtype: auto, float32, bfloat16 (mixed precision: weights stay float32).
         gradient_checkpointing: recompute layers in the backward to save memory.
+        fsdp: shard weights, gradients and optimiser states over the processes (FSDP2); needs GPUs.
         train_embeddings: train embeddings and head too; null leaves it to the method (block_diffusion does, dmtd does not).
         train_norms: with adapters, train the norms too (without, they always are); null leaves it to the method, as above.
         lora_rank: train low-rank adapters of this rank instead of all weights; 0 means all weights.
@@ -131,6 +132,7 @@ class TrainConfig(DataConfig):
     max_grad_norm: float = 1.0
     dtype: str = "auto"
     gradient_checkpointing: bool = False
+    fsdp: bool = False
     train_embeddings: bool | None = None
     train_norms: bool | None = None
     lora_rank: int = 0
@@ -176,6 +178,10 @@ class TrainConfig(DataConfig):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise UserError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+        if self.fsdp and self.keep == "best":
+            raise UserError("keep best keeps whole weights, which no process holds with fsdp: leave one of them out")
+        if self.fsdp and self.distill_weight and not self.distill_source:
+            raise UserError("with fsdp the source of distill_weight must be a model of its own: give --distill-source")
         if self.min_learning_rate > self.learning_rate:
             raise UserError(f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}")
         if self.warmup_ratio + (self.decay_ratio if self.schedule == "wsd" else 0) > 1:

@@ -127,7 +127,7 @@ def _method(tokenizer: Any, model: ParallelDecoder, config: TrainConfig, example
 def _plain(model: ParallelDecoder, config: TrainConfig, examples: Examples) -> float:
     base: Any = model.base
     base.requires_grad_(True)
-    arguments = training_arguments(config, has_eval=False)
+    arguments = training_arguments(config, has_eval=False, layer_class="")
     return _timed(Trainer(model=base, args=arguments, train_dataset=examples, data_collator=_with_labels))
 
 

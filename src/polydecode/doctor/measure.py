@@ -68,7 +68,7 @@ def _time(model: ParallelDecoder, config: TrainConfig, examples: Sequence[Exampl
         seconds = _step_seconds(model, chosen, config.seed)
     model.eval()
     speed = sum(len(e.input_ids) for e in chosen) / seconds
-    steps, tokens = planned_budget(config, lengths_of(examples), 1)
+    steps, tokens = planned_budget(config, lengths_of(examples))
     numbers: dict[str, Any] = {"tokens_per_s": round(speed, 1), "steps": steps, "tokens": tokens}
     says = f"{speed:,.0f} tokens/s here without the optimiser"
     if tokens is None:
@@ -90,7 +90,7 @@ def _step_seconds(model: ParallelDecoder, examples: Sequence[Example], seed: int
 
 
 def _loss(model: ParallelDecoder, examples: Sequence[Example], seed: int) -> LossOutput:
-    tensors = {name: value.to(model.device) for name, value in Collator(0)(examples).items()}
+    tensors: dict[str, Any] = {name: value.to(model.device) for name, value in Collator(0)(examples).items()}
     generator = RowGenerators([mix_seed(seed, 0, e.example_id) for e in examples])
     return model.loss(Batch(**tensors), generator)
 

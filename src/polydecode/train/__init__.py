@@ -25,6 +25,7 @@ from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.train.budget import Budget
 from polydecode.train.checks import Diverged
+from polydecode.train.distributed import make_whole
 from polydecode.train.draws import restore_stream
 from polydecode.train.memory import longest_lengths, report_memory
 from polydecode.train.parameters import check_same_weights, prepare_parameters, report_parameters
@@ -90,6 +91,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     if held_out:
         metrics |= _final_evaluation(trainer)
     metrics["interrupted"] = trainer.interrupted
+    make_whole(model)
     if trainer.is_world_process_zero():
         report = {
             "final": metrics,

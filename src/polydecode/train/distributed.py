@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, Sampler
 
 from polydecode.data import Example
@@ -72,6 +74,19 @@ class EpochOrder(Sampler):
         generator = torch.Generator().manual_seed(mix_seed(self.seed, self.epoch(), _ORDER))
         yield from torch.randperm(self.rows.real, generator=generator).tolist()
         yield from range(self.rows.real, len(self.rows))
+
+
+def make_whole(model: nn.Module) -> None:
+    """Replace sharded parameters (FSDP2) by whole ones on the CPU, tied ones staying tied; every process must ask."""
+    whole: dict[int, nn.Parameter] = {}
+    for module in list(model.modules()):
+        for name, parameter in list(module._parameters.items()):
+            if not isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in whole:
+                full = parameter.detach().full_tensor().cpu()
+                whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+            module._parameters[name] = whole[id(parameter)]
 
 
 def any_of_them(flag: bool, device: torch.device) -> bool:

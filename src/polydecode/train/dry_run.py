@@ -103,7 +103,7 @@ def dry_run(
     prepare_parameters(model, config)
     lengths, told = _lengths(config, tokenizer)
     parameters = {id(p): p for p in model.parameters()}.values()
-    steps, tokens = planned_budget(config, lengths, world_size)
+    steps, tokens = planned_budget(config, lengths)
     return DryRun(
         method=model.config.method,
         settings=model.config.settings(),
@@ -180,11 +180,9 @@ def _row(config: TrainConfig, model: ParallelDecoder) -> int:
     return min(config.max_length, model.config.max_position_embeddings)
 
 
-def planned_budget(
-    config: TrainConfig, lengths: Sequence[tuple[int, int]], world_size: int
-) -> tuple[int | None, int | None]:
+def planned_budget(config: TrainConfig, lengths: Sequence[tuple[int, int]]) -> tuple[int | None, int | None]:
     """(optimiser steps, tokens of the data) of the whole run, whichever limit comes first; None where nothing tells."""
-    rows = config.batch_size * world_size
+    rows = config.batch_size
     per_row = mean(sum(length) for length in lengths) if lengths and not config.packing else config.max_length
     per_step = rows * per_row
     limits = [config.max_steps] if config.max_steps else []

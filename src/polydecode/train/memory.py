@@ -29,6 +29,7 @@ from polydecode.config import TrainConfig
 from polydecode.data import Example, Examples, lengths
 from polydecode.methods.base import ParallelDecoder
 from polydecode.ops.losses import chunk_size
+from polydecode.train.distributed import split_batch, world_size
 
 GIGABYTE = 1e9
 PROCESS_BYTES = 0.8e9
@@ -92,7 +93,7 @@ def estimate_memory(
     `examples`: (prompt tokens, answer tokens) of each; the micro batch of the longest ones counts.
     """
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
-    rows = config.micro_batch_size or config.batch_size
+    rows, _ = split_batch(config.batch_size, config.micro_batch_size, world_size())
     passes = [model.training_pass(p, a) for p, a in _longest(examples, rows)]
     tokens = max(p.tokens for p in passes)
     targets = sum(p.targets for p in passes)
@@ -130,7 +131,7 @@ def longest_lengths(training: Any, config: TrainConfig) -> list[tuple[int, int]]
     """Lengths of the longest micro batch of what is trained on; full rows where documents are packed or come from a stream."""
     if config.packing or not isinstance(training, Examples):
         return [(0, config.max_length)]
-    rows = config.micro_batch_size or config.batch_size
+    rows, _ = split_batch(config.batch_size, config.micro_batch_size, world_size())
     order = np.argsort(-lengths(training.examples), kind="stable")[:rows]
     return lengths_of(training.examples[int(i)] for i in order)
 

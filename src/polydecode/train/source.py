@@ -108,4 +108,7 @@ def make_source(
     else:
         told = repr(config.distill_source) if config.distill_source else "a frozen copy of the weights"
     print(f"distilling from {told}, weight {config.distill_weight}", file=sys.stderr)
-    return Source(model.base, adapter, config) if frozen is None else Source(frozen.to(model.device), None, config)
+    if frozen is None:
+        return Source(model.base, adapter, config)
+    torch.nn.Module.to(frozen, model.device)
+    return Source(frozen, None, config)

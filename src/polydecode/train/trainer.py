@@ -51,7 +51,8 @@ class DecoderTrainer(Trainer):
         self._since = (time.monotonic(), 0)
         processes = world_size()
         micro, _ = split_batch(config.batch_size, config.micro_batch_size, processes)
-        arguments = training_arguments(config, has_eval=held_out is not None)
+        layer = type(model.stack.layers[0]).__name__
+        arguments = training_arguments(config, has_eval=held_out is not None, layer_class=layer)
         if isinstance(training, ExampleStream):  # it seeks to its place by itself
             arguments.ignore_data_skip, arguments.max_steps = True, config.max_steps or ENDLESS
         rows = training if isinstance(training, ExampleStream) else Rows(training, micro * processes, config.packing)
@@ -261,8 +262,10 @@ def _tensorboard(folder: Path) -> TrainerCallback:
     return TensorBoardCallback(SummaryWriter(str(folder)))
 
 
-def training_arguments(config: TrainConfig, has_eval: bool) -> TrainingArguments:
-    """What the Trainer is told: `config` in its words, for the processes there are."""
+def training_arguments(config: TrainConfig, has_eval: bool, layer_class: str) -> TrainingArguments:
+    """What the Trainer is told: `config` in its words, for the processes there are; FSDP wraps every `layer_class`."""
+    if config.fsdp and not torch.cuda.is_available():
+        raise UserError("fsdp needs GPUs: accelerate does not shard on the CPU")
     micro, accumulation = split_batch(config.batch_size, config.micro_batch_size, world_size())
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and torch.cuda.is_available())
     return TrainingArguments(
@@ -293,6 +296,8 @@ def training_arguments(config: TrainConfig, has_eval: bool) -> TrainingArguments
         remove_unused_columns=False,
         dataloader_drop_last=False,
         ddp_find_unused_parameters=False,
+        fsdp=config.fsdp or None,  # type: ignore[arg-type]
+        fsdp_config={"transformer_layer_cls_to_wrap": [layer_class]} if config.fsdp else None,
         disable_tqdm=True,
         label_names=[],
         include_for_metrics=[],
