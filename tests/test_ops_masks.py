@@ -90,26 +90,55 @@ def test_sliding_windows_cached_equals_full(family):
     assert (reference_logits(plain, ids, 9, 5, 2, 2)[8:-1] - expected).abs().max() > 1e-3, "the window matters here"
 
 
-@pytest.mark.parametrize("method", ["block_diffusion", "dmtd"])
-def test_flex_attention_gives_the_loss_of_sdpa(method, monkeypatch):
-    """Bug: another rule for the GPU's kernel: padded and packed. Forward only and uncompiled, which is what torch has
-    on a CPU (2.13 cannot compile every captured mask for it)."""
-    from torch.nn.attention.flex_attention import flex_attention
-    from transformers.integrations import flex_attention as integration
-
+def flex_and_sdpa(method, length, device, backward):
+    """(losses, gradients) of both attentions over padded and packed rows with `length` tokens in the widest."""
     from polydecode.ops.sampling import RowGenerators
     from tiny import batch_of, packed_batch, tiny_model
+
+    prompts = random_rows([3, 1, 5], seed=1, high=60)
+    apart = random_rows([length - 3, 40, 10], seed=2, high=60)
+    together = random_rows([length - 9 - 50, 40, 10], seed=2, high=60)
+    found = []
+    for attention in ("sdpa", "flex_attention"):
+        base = tiny_base(dtype=torch.float32, layers=2, attention=attention, hidden_size=64, head_dim=16)
+        model = tiny_model(method, base).to(device)
+        losses = []
+        for batch in (batch_of(prompts, apart), packed_batch(prompts, together)):
+            moved = type(batch)(**{k: v if v is None else v.to(device) for k, v in vars(batch).items()})
+            with torch.set_grad_enabled(backward):
+                losses.append(model.loss(moved, RowGenerators([1, 2, 3])).loss)
+        if backward:
+            sum(losses).backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append((torch.stack(losses).detach(), torch.cat(gradients) if backward else torch.zeros(1)))
+    return found
+
+
+LENGTHS = [127, 128, 129, 257]
+"""Around the 128 of FlexAttention's blocks."""
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("method", ["block_diffusion", "dmtd"])
+def test_flex_attention_gives_the_loss_of_sdpa(method, length, monkeypatch):
+    """Bug: another rule for the GPU's kernel: padded and packed. Forward only and uncompiled, which is what torch has
+    on a CPU (2.13 has no backward there, and cannot compile every captured mask for it)."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from transformers.integrations import flex_attention as integration
 
     def uncompiled(query, key, value, training=False, **settings):
         return flex_attention(query, key, value, **settings)
 
     monkeypatch.setattr(integration, "compile_friendly_flex_attention", uncompiled)
-    prompts, answers = random_rows([3, 1, 5], seed=1, high=60), random_rows([7, 4, 10], seed=2, high=60)
-    losses = []
-    for attention in ("sdpa", "flex_attention"):
-        base = tiny_base(dtype=torch.float32, layers=3, attention=attention, hidden_size=64, head_dim=16)
-        model = tiny_model(method, base)
-        with torch.no_grad():
-            batches = (batch_of(prompts, answers), packed_batch(prompts, answers))
-            losses.append([float(model.loss(batch, RowGenerators([1, 2, 3])).loss) for batch in batches])
-    assert max(abs(a - b) for a, b in zip(*losses, strict=True)) < 1e-4
+    (sdpa, _), (flex, _) = flex_and_sdpa(method, length, "cpu", backward=False)
+    assert (sdpa - flex).abs().max() < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("method", ["block_diffusion", "dmtd"])
+def test_flex_attention_gives_the_gradients_of_sdpa(method, length):
+    """Bug: the same in the backward, compiled."""
+    (sdpa, sdpa_gradients), (flex, flex_gradients) = flex_and_sdpa(method, length, "cuda", backward=True)
+    assert (sdpa - flex).abs().max() < 1e-3
+    assert (sdpa_gradients - flex_gradients).abs().max() < 1e-2 * sdpa_gradients.abs().max()
