@@ -93,7 +93,7 @@ def test_chunks_change_nothing_and_bound_the_logits(monkeypatch):
     """Pins: (N, V) logits at once, in source or student."""
     student, source, hidden_ND, target_N = two_models()
     whole = token_losses(hidden_ND, target_N, student, rows(source, hidden_ND, 5))
-    monkeypatch.setattr("polydecode.ops.distillation.CHUNK_TOKENS", 2)
+    monkeypatch.setattr("polydecode.ops.losses.CHUNK_TOKENS", 2)
     seen = []
 
     def watched(head):

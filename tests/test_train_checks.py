@@ -3,15 +3,18 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from polydecode.auto import load
 from polydecode.config import TrainConfig
 from polydecode.errors import UserError
 from polydecode.train import Budget, DecoderTrainer, train
 from polydecode.train.checks import Diverged, Watch
+from polydecode.train.resume import COMPLETE_FILE, checkpoints, last_checkpoint, rotate
 from test_train_resume import METHODS, config, data, make_checkpoint, weights
 
 __all__ = ["data"]
@@ -85,8 +88,23 @@ def test_a_hundredfold_learning_rate_is_stopped(tmp_path, data):
         "schedule": "constant",
         "max_grad_norm": 1e9,
     }
-    with pytest.raises(UserError, match="training stopped: step"):
-        train(config(checkpoint, tmp_path / "out", data, **bad))
+    settings = config(checkpoint, tmp_path / "out", data, **bad, save_steps=5)
+    with pytest.raises(UserError, match="training stopped: step") as stopped:
+        train(settings)
+    good = re.search(r"the last good checkpoint is (\S+checkpoint-\d+)", str(stopped.value))
+    assert good, stopped.value
+    assert all(torch.isfinite(w).all() for w in load_file(Path(good[1]) / "model.safetensors").values())
+
+
+def test_a_checkpoint_from_before_a_rise_is_kept(tmp_path):
+    """Pins: a rise noticed 20 steps late, when rotation has deleted all checkpoints but those it had spoilt."""
+    for step in range(10, 101, 10):
+        folder = tmp_path / "checkpoints" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / COMPLETE_FILE).write_text("{}")
+        rotate(tmp_path, 2, step)
+    assert list(checkpoints(tmp_path)) == [60, 90, 100]
+    assert last_checkpoint(tmp_path, until=100 - 40).name == "checkpoint-60"
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -112,6 +130,11 @@ def test_first_line_says_what_is_normal(tmp_path, data, capsys):
     loss, cross_entropy = (float(part) for part in re.findall(r"(?:loss|per token) (\d+\.\d+)", line))
     assert 5 < cross_entropy < 6.5
     assert loss > cross_entropy
+    first = json.loads((tmp_path / "out" / "training_metrics.json").read_text())["first"]
+    assert first["first_loss"] == pytest.approx(loss, abs=1e-3)
+    assert first["first_uniform_loss"] == pytest.approx(
+        math.log(load(str(tmp_path / "out")).config.vocab_size), abs=1e-3
+    )
     assert f"ln V = {math.log(load(str(tmp_path / 'out')).config.vocab_size):.2f}" in line
 
 

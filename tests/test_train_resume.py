@@ -149,6 +149,12 @@ def test_resuming_another_run_is_refused_by_name(tmp_path, data):
     refused("lora_rank was 0, now it is 2", lora_rank=2)
     refused("cycle_length was 3, now it is 2", source=make_checkpoint(tmp_path / "other", "dmtd", cycle_length=2))
     refused("method was dmtd, now it is block_diffusion", source=make_checkpoint(tmp_path / "third", "block_diffusion"))
+    other = make_checkpoint(tmp_path / "fourth", "dmtd")
+    weight = load(str(other), dtype=torch.float32)
+    with torch.no_grad():
+        weight.base.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    save_checkpoint(weight, load_tokenizer(str(other)), other, overwrite=True)
+    refused("weights was", source=other)
     longer = tmp_path / "longer.jsonl"
     longer.write_text(Path(data).read_text() + '\n{"prompt": "one more", "response": " again"}')
     refused("data was", data=str(longer))
@@ -176,6 +182,10 @@ def test_a_run_killed_before_its_first_checkpoint_may_start_anew(tmp_path, data)
     with pytest.raises(Killed):
         train_until(config(checkpoint, tmp_path / "out", data, save_steps=0), 1, [])
     assert (tmp_path / "out" / "run.json").is_file()
+    (tmp_path / "out" / "samples.jsonl").write_text("{}")
+    half = tmp_path / "out" / "checkpoints" / "checkpoint-1"
+    half.mkdir(parents=True, exist_ok=True)
+    (half / "model.safetensors").write_text("half")
     with pytest.raises(UserError, match="nothing to resume"):
         train(config(checkpoint, tmp_path / "out", data, resume=True))
     assert train(config(checkpoint, tmp_path / "out", data, max_steps=1))["steps"] == 1

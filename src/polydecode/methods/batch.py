@@ -46,8 +46,8 @@ class Batch:
         """The document (B, T) of each token, counted from 0 through the whole batch, row by row: the row number where rows are
         not packed. Padding has the number of what stands before it."""
         starts_BT = self.position_ids() == 0
-        if self.document_ids is not None:
-            starts_BT = starts_BT & self.attention_mask.bool()
+        if self.document_ids is not None:  # a row of padding alone is a document too
+            starts_BT[:, 1:] &= self.attention_mask[:, 1:].bool()
         return starts_BT.flatten().long().cumsum(0).view_as(starts_BT) - 1
 
     def num_documents(self) -> int:

@@ -25,11 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from polydecode.ops.losses import token_cross_entropy
-
-CHUNK_TOKENS = 512
-CHUNK_BYTES = 64 * 2**20
-"""Most tokens of a chunk, and most bytes of its logits in float32."""
+from polydecode.ops.losses import chunk_size, token_cross_entropy
 
 Head = Callable[[Tensor], Tensor]
 
@@ -113,7 +109,7 @@ def token_losses(hidden_ND: Tensor, target_N: Tensor, head: Head, source: Source
 def _chunks(num_tokens: int, head: Head, hidden_ND: Tensor) -> list[slice]:
     with torch.no_grad():
         vocab_size = head(hidden_ND[:0]).shape[-1]
-    size = max(1, min(CHUNK_TOKENS, CHUNK_BYTES // (4 * vocab_size)))
+    size = chunk_size(vocab_size)
     return [slice(start, start + size) for start in range(0, num_tokens, size)]
 
 

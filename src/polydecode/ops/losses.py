@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 512
 """Most tokens of a chunk; more do not make the products faster."""
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 40 * 2**20
 """Most bytes of a chunk's logits in float32; some three such tensors exist at once (logits, log-probabilities, gradient)."""
 
 

@@ -94,6 +94,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     make_whole(model)
     if trainer.is_world_process_zero():
         report = {
+            "first": trainer.first,
             "final": metrics,
             "settings": asdict(config),
             "versions": versions(),
@@ -144,9 +145,10 @@ def _run(trainer: DecoderTrainer, last: Path | None) -> None:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
     except Diverged as error:
         try:
-            kept = f"the last good checkpoint is {last_checkpoint(Path(trainer.run_config.out))}"
+            good = last_checkpoint(Path(trainer.run_config.out), until=error.good_until)
+            kept = f"the last good checkpoint is {good}"
         except UserError:
-            kept = "no checkpoint had been saved (see --save-steps)"
+            kept = "no checkpoint of before was saved (see --save-steps)"
         raise UserError(f"training stopped: {error}; {kept}. Lower --learning-rate, or look at the data") from None
 
 

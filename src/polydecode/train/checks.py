@@ -10,11 +10,18 @@ from polydecode.errors import UserError
 
 _WINDOW = 50
 _LEAST = 20
+LOOKBACK = 40
+"""Steps before a rise of the loss is noticed in which it may have begun; a checkpoint from before is always kept."""
 _SPIKES_IN_A_ROW = 5
 
 
 class Diverged(UserError):
-    """The run cannot be saved by going on: its loss or gradient is not finite, or has left what it was."""
+    """The run cannot be saved by going on: its loss or gradient is not finite, or has left what it was. `good_until`: the last
+    step before it went wrong."""
+
+    def __init__(self, message: str, good_until: int):
+        super().__init__(message)
+        self.good_until = good_until
 
 
 class Watch:
@@ -35,7 +42,7 @@ class Watch:
     def take_update(self, step: int, loss: float, norm: float) -> bool:
         """Whether this step's update should be made. Raises `Diverged`."""
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise Diverged(f"step {step}: the loss is {loss:g} and its gradient norm {norm:g}")
+            raise Diverged(f"step {step}: the loss is {loss:g} and its gradient norm {norm:g}", step - 2)
         if not self.spike_factor:
             return True
         self._follow(step, loss)
@@ -44,7 +51,8 @@ class Watch:
             usual = median(self.norms)
             if self.spikes >= _SPIKES_IN_A_ROW:
                 raise Diverged(
-                    f"step {step}: gradient norm {norm:.3g}, {self.spikes} steps in a row far above the usual {usual:.3g}"
+                    f"step {step}: gradient norm {norm:.3g}, {self.spikes} steps in a row far above the usual {usual:.3g}",
+                    step - 1 - _SPIKES_IN_A_ROW,
                 )
             print(
                 f"polydecode: warning: step {step}: gradient norm {norm:.3g}, usual is {usual:.3g}; this update is left out",
@@ -62,7 +70,9 @@ class Watch:
         if self.steps >= _LEAST:
             self.lowest = min(self.lowest, self.mean)
             if self.mean > 2 * self.lowest + 1:
-                raise Diverged(f"step {step}: the loss has risen to {self.mean:.3g} from {self.lowest:.3g}")
+                raise Diverged(
+                    f"step {step}: the loss has risen to {self.mean:.3g} from {self.lowest:.3g}", step - LOOKBACK
+                )
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to judge alike."""

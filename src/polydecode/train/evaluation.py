@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from polydecode.data import Example, Examples
@@ -89,12 +90,14 @@ def _short(text: str, width: int = 60) -> str:
 
 
 class Best:
-    """The trained weights with the lowest held-out loss, in a folder of their own."""
+    """The trained weights with the lowest held-out loss, in one file that says of which step they are."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
-        file = folder / "best.json"
-        self.record: dict[str, float] | None = json.loads(file.read_text()) if file.is_file() else None
+        self.file = folder / "weights.safetensors"
+        self.record: dict[str, float] | None = None
+        if self.file.is_file():
+            with safe_open(self.file, "pt") as saved:
+                self.record = json.loads(saved.metadata()["record"])
 
     def offer(self, model: ParallelDecoder, step: int, loss: float, write: bool) -> None:
         """Keep these weights if `loss` is the lowest so far; one process of a run writes them."""
@@ -103,19 +106,17 @@ class Best:
         self.record = {"step": step, "loss": loss}
         if not write:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.file.with_suffix(".part")
         weights = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
-        save_file(weights, self.folder / ".weights")
-        (self.folder / ".best").write_text(json.dumps({"step": step, "loss": loss}))
-        os.replace(self.folder / ".weights", self.folder / "weights.safetensors")
-        os.replace(self.folder / ".best", self.folder / "best.json")
+        save_file(weights, aside, metadata={"record": json.dumps(self.record)})
+        os.replace(aside, self.file)
 
     def restore(self, model: ParallelDecoder) -> None:
         """Put the best weights into the model; without one yet, nothing."""
         if self.record is None:
             return
-        weights = load_file(self.folder / "weights.safetensors")
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name, value in weights.items():
+            for name, value in load_file(self.file).items():
                 parameters[name].copy_(value)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +18,7 @@ from polydecode.config import TrainConfig
 from polydecode.data import Examples, ExampleStream, data_fingerprint
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
+from polydecode.train.checks import LOOKBACK
 
 RUN_FILE = "run.json"
 COMPLETE_FILE = "progress.json"
@@ -30,22 +32,42 @@ MAY_CHANGE = {
 """Settings that a resumed run may change. (Paths may: what they hold is compared by content.)"""
 
 
-def last_checkpoint(out: Path) -> Path:
-    """The newest whole checkpoint of the run in `out`. `UserError` when there is none."""
-    folder = out / "checkpoints"
-    found = [c for c in folder.glob("checkpoint-*") if (c / COMPLETE_FILE).is_file()] if folder.is_dir() else []
+def checkpoints(out: Path) -> dict[int, Path]:
+    """The whole checkpoints of the run in `out` by step, in order."""
+    found = {
+        int(c.name.rsplit("-", 1)[1]): c
+        for c in (out / "checkpoints").glob("checkpoint-*")
+        if (c / COMPLETE_FILE).is_file()
+    }
+    return dict(sorted(found.items()))
+
+
+def last_checkpoint(out: Path, until: int | None = None) -> Path:
+    """The newest whole checkpoint of the run in `out`, of step `until` at most. `UserError` when there is none."""
+    found = [path for step, path in checkpoints(out).items() if until is None or step <= until]
     if not found:
-        raise UserError(f"nothing to resume: {str(folder)!r} holds no checkpoint")
-    return max(found, key=lambda c: int(c.name.rsplit("-", 1)[1]))
+        raise UserError(f"nothing to resume: {str(out / 'checkpoints')!r} holds no checkpoint")
+    return found[-1]
+
+
+def rotate(out: Path, limit: int, now: int) -> None:
+    """Delete all whole checkpoints but the newest `limit`, the newest from before the last `LOOKBACK` steps, and the one that
+    will be it next."""
+    found = checkpoints(out)
+    before, since = ([s for s in found if (s <= now - LOOKBACK) == old] for old in (True, False))
+    kept = {*list(found)[-limit:], *before[-1:], *since[:1]}
+    for step in found.keys() - kept:
+        shutil.rmtree(found[step])
 
 
 def may_start(out: Path) -> bool:
     """Whether a new run may use this folder: it is not there, or empty, or of a run that was cut off before it kept anything."""
     if not out.exists():
         return True
-    if any(f.name not in (RUN_FILE, "checkpoints", "logs") for f in out.iterdir()):
+    left_behind = (RUN_FILE, f".{RUN_FILE}", "checkpoints", "logs", "samples.jsonl")
+    if any(f.name not in left_behind for f in out.iterdir()):
         return False
-    return not any((out / "checkpoints").glob("*/*"))
+    return not any((out / "checkpoints").glob(f"*/{COMPLETE_FILE}"))
 
 
 def versions() -> dict[str, str]:
@@ -63,9 +85,22 @@ def description(
         "method": model.config.method,
         "method_settings": json.loads(json.dumps(model.config.settings())),
         "tokenizer": tokenizer_fingerprint(tokenizer),
+        "weights": weights_fingerprint(model),
         "data": data_fingerprint(training),
         "versions": versions(),
     }
+
+
+def weights_fingerprint(model: ParallelDecoder) -> str:
+    """A hash of every parameter's name, shape and 64 of its values, spread evenly; of those the run starts from."""
+    digest = hashlib.sha256()
+    for name, parameter in model.base.named_parameters():
+        if "lora_" in name:  # drawn anew in every process
+            continue
+        flat = parameter.detach().flatten()
+        some = flat[:: max(flat.numel() // 64, 1)].float().cpu()
+        digest.update(f"{name.replace('.base_layer', '')}{tuple(parameter.shape)}".encode() + some.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
@@ -91,10 +126,11 @@ def check_same_run(out: Path, run: dict[str, Any]) -> None:
     mends = {
         "method": "resume with the checkpoint it was started from",
         "tokenizer": "resume with the tokenizer it was started with",
+        "weights": "resume with the checkpoint it was started from",
         "data": "resume with the same data in the same order",
     }
     for name, mend in mends.items():
-        if old[name] != run[name]:
+        if old.get(name) != run[name]:
             raise UserError(f"cannot resume: {name} was {old[name]}, now it is {run[name]}; {mend}")
     for group in ("method_settings", "settings"):
         for name in sorted(old[group].keys() | run[group].keys()):

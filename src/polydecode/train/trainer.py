@@ -30,7 +30,7 @@ from polydecode.train.distributed import EpochOrder, Rows, any_of_them, of_the_f
 from polydecode.train.draws import ENDLESS, EpochDraws, StreamState, stream_loader
 from polydecode.train.evaluation import FIRST_EXAMPLES, Best, first_line, show_samples
 from polydecode.train.progress import ProgressReport
-from polydecode.train.resume import COMPLETE_FILE
+from polydecode.train.resume import COMPLETE_FILE, rotate
 from polydecode.train.source import Source
 
 
@@ -45,6 +45,7 @@ class DecoderTrainer(Trainer):
         self.interrupted = False
         self.watch = Watch(config.spike_factor)
         self.best = Best(Path(config.out) / "checkpoints" / "best")
+        self.first: dict[str, float] = {}
         self._step_loss: Tensor | float = 0.0
         self.source: Source | None = None
         self._sums: dict[str, float] = {}
@@ -145,8 +146,8 @@ class DecoderTrainer(Trainer):
         batch = Batch(**tensors)
         assert batch.example_ids is not None
         epoch = int(self.state.epoch or 0) if epoch is None else epoch
-        packed = batch.document_ids is not None
-        examples = [i for i in batch.example_ids.flatten().tolist() if i >= 0 or not packed]
+        rows = batch.example_ids.view(len(batch.input_ids), -1).tolist()
+        examples = [i for row in rows for d, i in enumerate(row) if i >= 0 or d == 0]  # a blank row is -1 alone
         return batch, RowGenerators([mix_seed(self.run_config.seed, epoch, i) for i in examples])
 
     def decoder(self) -> ParallelDecoder:
@@ -183,7 +184,8 @@ class DecoderTrainer(Trainer):
     def _held_out_metrics(self, rows: Any, prefix: str) -> dict[str, float]:
         """Over all `rows`, in every process alike."""
         assert self.model is not None
-        batches = DataLoader(rows, self.args.per_device_eval_batch_size, collate_fn=self.data_collator)
+        size, own = self.args.per_device_eval_batch_size, torch.Generator()  # not the run's random numbers
+        batches = DataLoader(rows, size, collate_fn=self.data_collator, generator=own)
         self.model.eval()
         sums: dict[str, float] = {}
         loss = 0.0
@@ -205,8 +207,12 @@ class DecoderTrainer(Trainer):
         else:
             few = Examples([source[i] for i in range(min(FIRST_EXAMPLES, len(source)))])
         metrics = self._held_out_metrics(few, "eval")
+        vocab_size = self.decoder().config.vocab_size
+        renamed = {k.replace("eval_", "first_"): v for k, v in metrics.items()}
+        self.first = renamed | {"first_uniform_loss": round(math.log(vocab_size), 5)}
+        self.log(dict(self.first))
         if self.is_world_process_zero():
-            print(first_line(metrics, self.decoder().config.vocab_size), file=sys.stderr)
+            print(first_line(metrics, vocab_size), file=sys.stderr)
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from what a checkpoint had used and seen."""
@@ -231,8 +237,9 @@ class _RunCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         trainer = self.trainer
         trainer.budget.agree(lambda seconds: of_the_first(seconds, args.device))
+        used_up = trainer.budget.used_up(state.global_step)
         trainer.interrupted = any_of_them(trainer.interrupted, args.device)
-        if trainer.interrupted or trainer.budget.used_up(state.global_step):
+        if trainer.interrupted or used_up:
             control.should_training_stop = True
         return control
 
@@ -243,6 +250,8 @@ class _RunCallback(TrainerCallback):
             saved = {"budget": self.trainer.budget.used(), "watch": self.trainer.watch.state()}
             (folder / ".progress").write_text(json.dumps(saved))
             os.replace(folder / ".progress", folder / COMPLETE_FILE)
+            config = self.trainer.run_config
+            rotate(Path(config.out), config.save_total_limit, state.global_step)
         return control
 
 
@@ -288,7 +297,6 @@ def training_arguments(config: TrainConfig, has_eval: bool, layer_class: str) ->
         eval_steps=config.eval_steps or None,
         save_strategy="steps" if config.save_steps else "no",
         save_steps=config.save_steps or 500,
-        save_total_limit=config.save_total_limit,
         seed=config.seed,
         data_seed=config.seed,
         report_to=[_reporter(config.report_to)] if _reporter(config.report_to) in ("wandb", "trackio") else [],
