@@ -82,13 +82,13 @@ def test_a_hundredfold_learning_rate_is_stopped(tmp_path, data):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "autoregressive")
     bad = {
         "max_steps": 300,
-        "save_steps": 50,
+        "save_steps": 5,
         "learning_rate": 3.0,
         "warmup_ratio": 0.3,
         "schedule": "constant",
         "max_grad_norm": 1e9,
     }
-    settings = config(checkpoint, tmp_path / "out", data, **bad, save_steps=5)
+    settings = config(checkpoint, tmp_path / "out", data, **bad)
     with pytest.raises(UserError, match="training stopped: step") as stopped:
         train(settings)
     good = re.search(r"the last good checkpoint is (\S+checkpoint-\d+)", str(stopped.value))
@@ -103,8 +103,10 @@ def test_a_checkpoint_from_before_a_rise_is_kept(tmp_path):
         folder.mkdir(parents=True)
         (folder / COMPLETE_FILE).write_text("{}")
         rotate(tmp_path, 2, step)
-    assert list(checkpoints(tmp_path)) == [60, 90, 100]
-    assert last_checkpoint(tmp_path, until=100 - 40).name == "checkpoint-60"
+        assert len(checkpoints(tmp_path)) <= 4
+        assert list(checkpoints(tmp_path))[-1] == step
+        if step >= 50:
+            assert step - 90 < int(last_checkpoint(tmp_path, until=step - 40).name.rsplit("-", 1)[1])
 
 
 @pytest.mark.parametrize("method", METHODS)
