@@ -44,7 +44,7 @@ ROWS = 512
 CHECKED_BYTES = 2 * 2**30
 """Files up to this size are checked against their checksum when they are opened, longer ones by their size alone."""
 NOT_IN_KEY = (
-    "data eval_data data_weights eval_fraction max_eval_examples streaming shuffle_buffer data_workers no_cache"
+    "data eval_data data_weights packing eval_fraction max_eval_examples streaming shuffle_buffer data_workers no_cache"
 ).split()
 """Settings that change which examples are drawn, not what they are; every other field of `DataConfig` is in the key."""
 

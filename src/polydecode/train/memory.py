@@ -5,8 +5,8 @@ parameters that are there and trained, activations by running the model's own fo
 memory) and adding up what autograd would keep. What a method reads per example it says itself (`training_pass`).
 
 Calibration: measured on a CPU as the largest resident memory of whole runs in a process of their own (random llamas of 20 to
-50 million parameters and SmolLM2-135M, every method, with adapters and with checkpointing), the estimate was 1.05 to 1.5 times
-the measured peak; see tests/test_memory.py. Fused attention keeps less than the fake run counts, which pays for what the
+50 million parameters, dmtd, block diffusion and adapters), the estimate was 1.03 to 1.24 times the measured peak;
+tests/test_memory.py holds it between 1 and 1.6. Fused attention keeps less than the fake run counts, which pays for what the
 allocator wastes. GPU numbers follow from the same counts and have not been measured.
 
 Legend: B rows of a micro batch, S tokens the layers read per row, N predicted tokens, D width, V vocabulary.
