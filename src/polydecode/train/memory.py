@@ -32,7 +32,7 @@ from polydecode.ops.losses import chunk_size
 from polydecode.train.distributed import split_batch, world_size
 
 GIGABYTE = 1e9
-PROCESS_BYTES = 0.8e9
+PROCESS_BYTES = 0.88e9
 """Python, its libraries and what their allocator wastes in a training process on a CPU (0.7 to 0.8 GB measured); on a GPU, the
 context of CUDA."""
 ADAM_BYTES = 8
