@@ -48,7 +48,7 @@ def test_with_all_tokens_it_is_the_full_divergence(k, temperature):
     student, source, hidden_ND, target_N = two_models()
     said = rows(source, hidden_ND, k, weight=1.0, temperature=temperature)
     mine, theirs = (hidden_ND.clone().requires_grad_() for _ in range(2))
-    losses = token_losses(mine, target_N, student, said)
+    losses = token_losses(mine, target_N, said, student)
     expected_N = full_kl(student(theirs), source(hidden_ND), temperature)
     assert torch.allclose(losses.kl_N, expected_N.detach(), atol=1e-12)
     losses.loss_N.sum().backward()
@@ -59,11 +59,11 @@ def test_with_all_tokens_it_is_the_full_divergence(k, temperature):
 def test_fewer_tokens_bound_it_from_below_and_rise_to_it():
     """Pins: dropping the rest of the mass, where the divergence can turn negative, or renormalising, where it can be above."""
     student, source, hidden_ND, target_N = two_models()
-    by_k = [token_losses(hidden_ND, target_N, student, rows(source, hidden_ND, k)).kl_N for k in range(1, V + 1)]
+    by_k = [token_losses(hidden_ND, target_N, rows(source, hidden_ND, k), student).kl_N for k in range(1, V + 1)]
     assert (by_k[0] >= 0).all()
     assert all((after >= before - 1e-12).all() for before, after in itertools.pairwise(by_k))
     assert torch.allclose(by_k[-1], full_kl(student(hidden_ND), source(hidden_ND)), atol=1e-12)
-    same = token_losses(hidden_ND, target_N, source, rows(source, hidden_ND, 3))
+    same = token_losses(hidden_ND, target_N, rows(source, hidden_ND, 3), source)
     assert same.kl_N.abs().max() < 1e-12
 
 
@@ -82,7 +82,7 @@ def test_the_mixture_and_what_the_source_does_not_know():
     student, source, hidden_ND, target_N = two_models()
     said = rows(source, hidden_ND, 5, weight=0.3, temperature=2.0)
     said.known_N = torch.arange(N) % 3 != 0
-    losses = token_losses(hidden_ND, target_N, student, said)
+    losses = token_losses(hidden_ND, target_N, said, student)
     entropy_N = F.cross_entropy(student(hidden_ND), target_N, reduction="none")
     mixed_N = 0.7 * entropy_N[said.known_N] + 0.3 * 4 * losses.kl_N
     assert torch.allclose(losses.loss_N[said.known_N], mixed_N)
@@ -92,7 +92,7 @@ def test_the_mixture_and_what_the_source_does_not_know():
 def test_chunks_change_nothing_and_bound_the_logits(monkeypatch):
     """Pins: (N, V) logits at once, in source or student."""
     student, source, hidden_ND, target_N = two_models()
-    whole = token_losses(hidden_ND, target_N, student, rows(source, hidden_ND, 5))
+    whole = token_losses(hidden_ND, target_N, rows(source, hidden_ND, 5), student)
     monkeypatch.setattr("polydecode.ops.losses.CHUNK_TOKENS", 2)
     seen = []
 
@@ -104,7 +104,7 @@ def test_chunks_change_nothing_and_bound_the_logits(monkeypatch):
         return call
 
     said = rows(watched(source), hidden_ND, 5)
-    parts = token_losses(hidden_ND.clone().requires_grad_(), target_N, watched(student), said)
+    parts = token_losses(hidden_ND.clone().requires_grad_(), target_N, said, watched(student))
     parts.loss_N.sum().backward()
     assert torch.allclose(whole.loss_N, parts.loss_N.detach(), atol=1e-12)
     assert max(seen) == 2
@@ -114,7 +114,7 @@ def test_without_a_source_it_is_the_plain_loss_bit_for_bit():
     """Pins: W = 0 changing a rounding of what was measured before."""
     student, _, hidden_ND, target_N = two_models()
     loss_N, hit_N = token_cross_entropy(hidden_ND.float(), target_N, lambda x: student(x.double()).float())
-    losses = token_losses(hidden_ND.float(), target_N, lambda x: student(x.double()).float())
+    losses = token_losses(hidden_ND.float(), target_N, None, lambda x: student(x.double()).float())
     assert torch.equal(losses.loss_N, loss_N)
     assert torch.equal(losses.hit_N, hit_N)
     assert losses.sums() == {}

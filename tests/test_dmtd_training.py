@@ -341,12 +341,21 @@ def test_the_models_head_sees_one_chunk_at_a_time(base, monkeypatch):
     monkeypatch.setattr(losses.token_cross_entropy, "__defaults__", (4,))
     for name in ("autoregressive", "dmtd"):
         model, rows = tiny_model(name, base), []
-        hook = base.lm_head.register_forward_pre_hook(
-            lambda _, args, rows=rows: rows.append(args[0].shape[:-1].numel())
-        )
+        calls = []
+        hook = base.lm_head.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        bare = base.lm_head.forward
+
+        def counted(x, bare=bare, rows=rows):
+            rows.append(x.shape[:-1].numel())
+            return bare(x)
+
+        base.lm_head.forward = counted
         batch = batch_of(PROMPTS, ANSWERS)
         model.loss(batch, seeds(batch)).loss.backward()
         hook.remove()
+        assert base.lm_head.forward is counted, "the loss leaves the head as it was"
+        del base.lm_head.forward
+        assert len(calls) == 1, "sharding sees one forward of the head, however many chunks there are"
         assert max(rows) <= 4
         assert sum(rows) == 40
         model.zero_grad()

@@ -19,6 +19,7 @@ Legend: B rows, T tokens, N tokens with a target, n tokens of a chunk, D width, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -65,8 +66,7 @@ class SourceDistribution:
         return self.rows(*chosen_BT.nonzero(as_tuple=True))
 
 
-@dataclass
-class TokenLosses:
+class TokenLosses(NamedTuple):
     """Per target: `loss_N` with gradient, `hit_N`: was the target the most likely token, `cross_entropy_N` without gradient,
     and with a source `kl_N` of the targets it knows, without gradient."""
 
@@ -87,7 +87,7 @@ class TokenLosses:
         }
 
 
-def token_losses(hidden_ND: Tensor, target_N: Tensor, head: Head, source: SourceRows | None = None) -> TokenLosses:
+def token_losses(hidden_ND: Tensor, target_N: Tensor, source: SourceRows | None, head: Head) -> TokenLosses:
     """Losses of N targets: plain cross-entropy, or mixed with the divergence from `source`.
 
     `head` maps (n, D) normalised hidden states to (n, V) logits, of which one chunk exists at a time. Without a source this is

@@ -9,6 +9,7 @@ forward; `slice_error` measures that, and conversion refuses what differs.
 Legend: B rows, T tokens, K keys, D width, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,9 +170,34 @@ class DecoderStack:
 
     def head(self, normed_BTD: Tensor) -> Tensor:
         """Logits (B, T, V) of normalised hidden states."""
-        logits_BTV = self.base.lm_head(normed_BTD)
+        return self._scaled(self.base.lm_head(normed_BTD))
+
+    def _scaled(self, logits_BTV: Tensor) -> Tensor:
         scaling = getattr(self.config, "logits_scaling", None)
         return logits_BTV if scaling is None else logits_BTV / scaling
+
+    def with_head(self, compute: Callable[..., Any], normed_ND: Tensor, *inputs: Any) -> Any:
+        """`compute(normed_ND, *inputs, head)`, run as one forward of the head's module, in which `head` may be called any number of
+        times. Sharding (FSDP2) gathers and reduces a module's weights around each of its forwards, so the number of forwards must
+        not depend on how many tokens a process has."""
+        module = self.base.lm_head
+        kept = module.__dict__.get("forward")
+        bare = module.forward
+
+        def restore() -> None:
+            module.__dict__.pop("forward", None)
+            if kept is not None:
+                module.forward = kept
+
+        def forward(*given: Any) -> Any:
+            restore()
+            return compute(*given, lambda rows_nD: self._scaled(bare(rows_nD)))
+
+        module.forward = forward
+        try:
+            return module(normed_ND, *inputs)
+        finally:
+            restore()
 
     def parameter_counts(self) -> tuple[int, int]:
         """(parameters of one layer on average, parameters read by the head)."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, Sampler
 
@@ -26,6 +27,17 @@ _ORDER = 0x5EED
 def world_size() -> int:
     """Processes of this run, as torchrun or accelerate tell them."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that tells and writes."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_can_shard() -> None:
+    """Raise `UserError` where accelerate has nothing to shard over."""
+    if not torch.cuda.is_available():
+        raise UserError("fsdp needs GPUs: accelerate does not shard on the CPU")
 
 
 def split_batch(batch_size: int, micro_batch_size: int, processes: int) -> tuple[int, int]:
@@ -79,6 +91,9 @@ class EpochOrder(Sampler):
 def make_whole(model: nn.Module) -> None:
     """Replace sharded parameters (FSDP2) by whole ones on the CPU, tied ones staying tied; every process must ask."""
     whole: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # an evaluation leaves some gathered
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if not isinstance(parameter, DTensor):

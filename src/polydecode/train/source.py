@@ -22,6 +22,7 @@ from polydecode.methods.base import ParallelDecoder
 from polydecode.methods.batch import Batch
 from polydecode.ops.distillation import SourceDistribution, most_likely
 from polydecode.ops.layers import DecoderStack
+from polydecode.train.distributed import is_first_process
 
 
 class Source:
@@ -107,7 +108,8 @@ def make_source(
         told = "the same weights without the adapter"
     else:
         told = repr(config.distill_source) if config.distill_source else "a frozen copy of the weights"
-    print(f"distilling from {told}, weight {config.distill_weight}", file=sys.stderr)
+    if is_first_process():
+        print(f"distilling from {told}, weight {config.distill_weight}", file=sys.stderr)
     if frozen is None:
         return Source(model.base, adapter, config)
     torch.nn.Module.to(frozen, model.device)

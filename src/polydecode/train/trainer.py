@@ -26,7 +26,16 @@ from polydecode.methods.batch import Batch, LossOutput
 from polydecode.ops.sampling import RowGenerators, mix_seed
 from polydecode.train.budget import Budget
 from polydecode.train.checks import Watch
-from polydecode.train.distributed import EpochOrder, Rows, any_of_them, of_the_first, split_batch, summed, world_size
+from polydecode.train.distributed import (
+    EpochOrder,
+    Rows,
+    any_of_them,
+    check_can_shard,
+    of_the_first,
+    split_batch,
+    summed,
+    world_size,
+)
 from polydecode.train.draws import ENDLESS, EpochDraws, StreamState, stream_loader
 from polydecode.train.evaluation import FIRST_EXAMPLES, Best, first_line, show_samples
 from polydecode.train.progress import ProgressReport
@@ -273,8 +282,8 @@ def _tensorboard(folder: Path) -> TrainerCallback:
 
 def training_arguments(config: TrainConfig, has_eval: bool, layer_class: str) -> TrainingArguments:
     """What the Trainer is told: `config` in its words, for the processes there are; FSDP wraps every `layer_class`."""
-    if config.fsdp and not torch.cuda.is_available():
-        raise UserError("fsdp needs GPUs: accelerate does not shard on the CPU")
+    if config.fsdp:
+        check_can_shard()
     micro, accumulation = split_batch(config.batch_size, config.micro_batch_size, world_size())
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and torch.cuda.is_available())
     return TrainingArguments(
@@ -305,7 +314,9 @@ def training_arguments(config: TrainConfig, has_eval: bool, layer_class: str) ->
         dataloader_drop_last=False,
         ddp_find_unused_parameters=False,
         fsdp=config.fsdp or None,  # type: ignore[arg-type]
-        fsdp_config={"transformer_layer_cls_to_wrap": [layer_class]} if config.fsdp else None,
+        fsdp_config={"transformer_layer_cls_to_wrap": [layer_class], "state_dict_type": "SHARDED_STATE_DICT"}
+        if config.fsdp
+        else None,
         disable_tqdm=True,
         label_names=[],
         include_for_metrics=[],

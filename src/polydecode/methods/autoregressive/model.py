@@ -132,7 +132,7 @@ class AutoregressiveModel(ParallelDecoder):
         target_BT = batch.predicted()
         source_ND = hidden_BTD[:, :-1][target_BT[:, 1:]]
         said = None if batch.source is None else batch.source.rows_where(target_BT)
-        return token_losses(source_ND, batch.input_ids[target_BT], self.stack.head, said), target_BT
+        return self.stack.with_head(token_losses, source_ND, batch.input_ids[target_BT], said), target_BT
 
     def _hidden(
         self, input_ids_BT: Tensor, position_ids: Tensor, documents: Tensor | None = None, cache: KVCache | None = None

@@ -187,7 +187,7 @@ class BlockDiffusionModel(ParallelDecoder):
         noisy, context, is_masked_BA, level_BA = self._noise(batch, generator)
         hidden_ND = self._masked_hidden(noisy, context, is_masked_BA, is_masked_BA, device)
         said = _source_rows(batch, noisy, is_masked_BA)
-        losses = token_losses(hidden_ND, noisy.token[is_masked_BA].to(device), self.stack.head, said)
+        losses = self.stack.with_head(token_losses, hidden_ND, noisy.token[is_masked_BA].to(device), said)
         loss_N, hit_N = losses.loss_N, losses.hit_N
         weighted_N = loss_N / level_BA[is_masked_BA].to(device, loss_N.dtype)
         counted_N, place_N = ~noisy.is_filling[is_masked_BA], noisy.place[is_masked_BA]
@@ -235,7 +235,7 @@ class BlockDiffusionModel(ParallelDecoder):
                 wanted_BA = target_BA & open_BA & (noisy.place == place)
                 masked_BA = open_BA & (noisy.place >= place)
                 hidden_ND = self._masked_hidden(shown, around, masked_BA, wanted_BA, device, attention)
-                loss_N, _ = token_cross_entropy(hidden_ND, noisy.token[wanted_BA].to(device), self.stack.head)
+                loss_N, _ = self.stack.with_head(token_cross_entropy, hidden_ND, noisy.token[wanted_BA].to(device))
                 total_B.index_add_(0, wanted_BA.nonzero()[:, 0].to(device), -loss_N)
         return Score(total_B, target_BA.sum(1).to(device), exact=False)
 

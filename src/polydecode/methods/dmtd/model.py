@@ -157,7 +157,7 @@ class DMTDModel(ParallelDecoder):
         predicts_BT = target_BT[:, 1:]
         source_ND = self.stack.norm(hidden_BTD[:, :-1][predicts_BT])
         said = None if batch.source is None else batch.source.rows_where(target_BT)
-        losses = token_losses(source_ND, batch.input_ids[target_BT], self.stack.head, said)
+        losses = self.stack.with_head(token_losses, source_ND, batch.input_ids[target_BT], said)
         return losses, phase_BT[:, :-1][predicts_BT].clamp_min(0), target_BT
 
     # --- decoding --------------------------------------------------------------------------------------------------
