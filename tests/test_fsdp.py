@@ -65,7 +65,18 @@ def test_evaluation_and_samples_while_sharded(tmp_path, data):
 def test_adapters_and_distillation_while_sharded(tmp_path, data):
     """Pins: adapters sharded apart from the layers they belong to; a source that is gathered by one process only."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "block_diffusion")
-    flags = ["--eval-fraction", "0", "--max-steps", "3", "--lora-rank", "4", "--distill-weight", "0.5", "--distill-top-k", "8"]
+    flags = [
+        "--eval-fraction",
+        "0",
+        "--max-steps",
+        "3",
+        "--lora-rank",
+        "4",
+        "--distill-weight",
+        "0.5",
+        "--distill-top-k",
+        "8",
+    ]
     flags += ["--distill-source", str(make_checkpoint(tmp_path / "source", "autoregressive"))]
     for n in (1, 2):
         run(n, checkpoint, tmp_path / str(n), data, *flags)

@@ -177,9 +177,9 @@ class DecoderStack:
         return logits_BTV if scaling is None else logits_BTV / scaling
 
     def with_head(self, compute: Callable[..., Any], normed_ND: Tensor, *inputs: Any) -> Any:
-        """`compute(normed_ND, *inputs, head)`, run as one forward of the head's module, in which `head` may be called any number of
-        times. Sharding (FSDP2) gathers and reduces a module's weights around each of its forwards, so the number of forwards must
-        not depend on how many tokens a process has."""
+        """`compute(normed_ND, *inputs, head)`, run as one forward of the head's module, in which `head` may be called any number
+        of times. Sharding (FSDP2) gathers and reduces a module's weights around each of its forwards, so the number of forwards
+        must not depend on how many tokens a process has."""
         module = self.base.lm_head
         kept = module.__dict__.get("forward")
         bare = module.forward
