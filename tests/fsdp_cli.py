@@ -7,7 +7,7 @@ from accelerate.utils import DistributedType
 
 from polydecode.cli import main
 from polydecode.ops import losses
-from polydecode.train import trainer
+from polydecode.train import arguments
 
 _original = state.AcceleratorState.__init__
 
@@ -22,7 +22,7 @@ def _shard_on_cpu(self, *args, fsdp_plugin=None, **kwargs):
 
 
 state.AcceleratorState.__init__ = _shard_on_cpu
-trainer.check_can_shard = lambda: None
+arguments.check_can_shard = lambda: None
 losses.CHUNK_TOKENS = 5  # so that processes have different numbers of chunks
 
 if __name__ == "__main__":

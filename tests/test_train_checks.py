@@ -24,34 +24,34 @@ __all__ = ["data"]
 def test_what_is_not_finite_ends_the_run(value):
     """Pins: NaN that is averaged away in the log and trained on."""
     with pytest.raises(Diverged, match="step 1"):
-        Watch(20.0).take_update(1, value, 1.0)
+        Watch(20.0).take_update(1, value, 1.0, value)
     with pytest.raises(Diverged, match="step 1"):
-        Watch(0.0).take_update(1, 1.0, value)
+        Watch(0.0).take_update(1, 1.0, value, 1.0)
 
 
 def test_lone_spikes_are_left_out_and_five_end_the_run(capsys):
     """Pins: a gradient norm of 50,000 that is clipped and stepped on as if nothing were wrong."""
     watch = Watch(20.0)
-    assert all(watch.take_update(i, 2.0, 1.0 + i % 3) for i in range(30))
-    assert not watch.take_update(30, 2.0, 500.0)
+    assert all(watch.take_update(i, 2.0, 1.0 + i % 3, 2.0) for i in range(30))
+    assert not watch.take_update(30, 2.0, 500.0, 2.0)
     assert "left out" in capsys.readouterr().err
-    assert watch.take_update(31, 2.0, 1.0)
-    assert [watch.take_update(i, 2.0, 500.0) for i in range(32, 36)] == [False] * 4
+    assert watch.take_update(31, 2.0, 1.0, 2.0)
+    assert [watch.take_update(i, 2.0, 500.0, 2.0) for i in range(32, 36)] == [False] * 4
     with pytest.raises(Diverged, match="5 steps in a row"):
-        watch.take_update(36, 2.0, 500.0)
+        watch.take_update(36, 2.0, 500.0, 2.0)
 
 
 def test_a_rising_loss_ends_the_run_and_a_restored_watch_judges_alike():
     """Pins: loss 3 -> 10 that goes on for hours; a resume that forgets what is usual."""
     watch = Watch(20.0)
     for i in range(40):
-        watch.take_update(i, 3.0, 1.0)
+        watch.take_update(i, 3.0, 1.0, 3.0)
     other = Watch(20.0)
     other.restore(json.loads(json.dumps(watch.state())))
 
     def rise(each):
         for i in range(40, 80):
-            each.take_update(i, 10.0, 1.0)
+            each.take_update(i, 10.0, 1.0, 10.0)
 
     for each in (watch, other):
         with pytest.raises(Diverged, match="has risen"):
@@ -83,7 +83,7 @@ def test_a_hundredfold_learning_rate_is_stopped(tmp_path, data):
     bad = {
         "max_steps": 300,
         "save_steps": 5,
-        "learning_rate": 3.0,
+        "learning_rate": 100.0,
         "warmup_ratio": 0.3,
         "schedule": "constant",
         "max_grad_norm": 1e9,
@@ -120,7 +120,7 @@ def test_evaluation_leaves_the_run_as_it_is(tmp_path, data, method):
     a, b = weights(tmp_path / "plain"), weights(tmp_path / "shown")
     assert all(torch.equal(a[k], b[k]) for k in a)
     samples = [json.loads(line) for line in (tmp_path / "shown" / "samples.jsonl").read_text().splitlines()]
-    assert {s["step"] for s in samples} == {1, 2, 3, 4}
+    assert [s["step"] for s in samples] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4], "from before the first step, each once"
     assert all(s["tokens_per_forward"] > 0 and s["prompt"].startswith("say") for s in samples)
     assert 0 <= metrics["eval_samples_exact"] <= 1
 
@@ -213,3 +213,91 @@ def test_a_reporter_that_is_not_installed_is_one_line(tmp_path, data):
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
     with pytest.raises(UserError, match="pip install wandb"):
         train(config(checkpoint, tmp_path / "out", data, report_to="wandb"))
+
+
+def test_a_weighted_loss_is_judged_by_its_cross_entropy():
+    """Pins: a run of block diffusion ended by a few large weights 1/t, or one whose rise the weights' noise hides."""
+    calm, rising = Watch(20.0), Watch(20.0)
+    for i in range(200):
+        calm.take_update(i, 3.0 if i < 50 else 30.0, 1.0, 2.0)
+    for i in range(50):
+        rising.take_update(i, 5.0, 1.0, 2.0)
+    with pytest.raises(Diverged, match="from 2"):
+        [rising.take_update(i, 5.0, 1.0, 9.0) for i in range(50, 100)]
+
+
+@pytest.mark.parametrize("method", ["block_diffusion", "dmtd"])
+def test_what_the_trainer_judges(tmp_path, data, method, monkeypatch):
+    """Pins: a mean of micro batches' means, or the weighted loss, where the cross-entropy of all targets is meant."""
+    judged = []
+    whole = Watch.take_update
+    monkeypatch.setattr(Watch, "take_update", lambda *a: (judged.append(a[4]), whole(*a))[1])
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", method)
+    train(config(checkpoint, tmp_path / "out", data, max_steps=3, micro_batch_size=2))
+    log = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    name = "cross_entropy" if method == "block_diffusion" else "loss"
+    assert judged == pytest.approx([line[name] for line in log if "loss" in line], abs=2e-4)
+
+
+def test_the_log_grows_with_the_run_and_goes_on_with_it(tmp_path, data):
+    """Pins: numbers of a killed run that nobody can see; steps twice in the log of a resumed one."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    out = tmp_path / "out"
+    train(config(checkpoint, out, data, max_steps=5, save_steps=3, schedule="constant"))
+    file = out / "log.jsonl"
+    file.write_text(file.read_text() + '{"step": 6, "lo')
+    train(config(checkpoint, out, data, max_steps=7, save_steps=3, schedule="constant", resume=True))
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 8))
+    assert "first_loss" in lines[0]
+
+
+def test_time_counts_over_all_sessions(tmp_path, data, capsys):
+    """Pins: a resumed run that takes its minutes anew, or whose end is told as if it had just begun."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    out = tmp_path / "out"
+    bounded = {"max_steps": 0, "epochs": 1000, "schedule": "constant"}
+    train(config(checkpoint, out, data, max_minutes=0.02, save_steps=1, **bounded))
+    saved = last_checkpoint(out) / COMPLETE_FILE
+    record = json.loads(saved.read_text())
+    assert 1.0 <= record["budget"]["seconds"] < 20
+    record["budget"]["seconds"] = 60.0
+    saved.write_text(json.dumps(record))
+    capsys.readouterr()
+    metrics = train(config(checkpoint, out, data, max_minutes=1.02, save_steps=1, resume=True, **bounded))
+    told = capsys.readouterr().err
+    assert "resuming from step" in told
+    assert "max_minutes 0.02 -> 1.02" in told
+    assert metrics["minutes"] >= 1.0
+    assert "0:00:0" in told.split("left")[0][-12:], "about a second of 61 is left"
+
+
+def test_checkpoints_by_time(tmp_path, data, monkeypatch):
+    """Pins: a slow run with nothing saved; --save-minutes that works with --save-steps only."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    train(config(checkpoint, tmp_path / "out", data, max_steps=4, save_steps=0, save_minutes=1e-6, save_total_limit=9))
+    assert list(checkpoints(tmp_path / "out")) == [1, 2, 3, 4]
+    train(config(checkpoint, tmp_path / "none", data, max_steps=4, save_steps=0, save_minutes=10))
+    assert not checkpoints(tmp_path / "none")
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone", "junk"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, data, capsys, harm):
+    """Pins: resuming from a file that a full disk or a copy cut off, with a traceback or with other weights."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    out = tmp_path / "out"
+    train(config(checkpoint, out, data, max_steps=6, save_steps=2))
+    whole = weights(out)
+    spoilt = out / "checkpoints" / "checkpoint-6"
+    if harm == "cut":
+        (spoilt / "optimizer.pt").write_bytes((spoilt / "optimizer.pt").read_bytes()[:1000])
+    elif harm == "gone":
+        (spoilt / "model.safetensors").unlink()
+    else:
+        (spoilt / COMPLETE_FILE).write_text("")
+    capsys.readouterr()
+    train(config(checkpoint, out, data, max_steps=6, save_steps=2, resume=True))
+    told = capsys.readouterr().err
+    assert "damaged" in told
+    assert "resuming from step 4" in told
+    assert all(torch.equal(whole[k], v) for k, v in weights(out).items())

@@ -106,6 +106,7 @@ class TrainConfig(DataConfig):
         eval_steps: steps between evaluations; 0 means only at the end.
         eval_samples: at each evaluation answer this many held-out prompts; tells exact matches and tokens per forward.
         save_steps: steps between checkpoints; 0 means only at the end.
+        save_minutes: minutes between checkpoints, beside or instead of save_steps; 0 means none by time.
         save_total_limit: checkpoints to keep.
         keep: what OUT gets at the end: last, or best (the evaluation with the lowest held-out loss).
         spike_factor: skip an update whose gradient norm is this many times the recent median, stop after five; 0 is off.
@@ -149,6 +150,7 @@ class TrainConfig(DataConfig):
     eval_steps: int = 0
     eval_samples: int = 0
     save_steps: int = 0
+    save_minutes: float = 0.0
     save_total_limit: int = 2
     keep: str = "last"
     spike_factor: float = 20.0
@@ -160,7 +162,7 @@ class TrainConfig(DataConfig):
         positive = ("learning_rate", "batch_size", "log_steps", "max_grad_norm", "save_total_limit")
         at_least_zero = (
             "micro_batch_size max_steps epochs max_minutes max_tokens weight_decay lora_rank lora_alpha "
-            "eval_steps eval_samples save_steps warmup_ratio decay_ratio min_learning_rate spike_factor"
+            "eval_steps eval_samples save_steps save_minutes warmup_ratio decay_ratio min_learning_rate spike_factor"
         ).split()
         for name in positive:
             if not getattr(self, name) > 0:

@@ -28,8 +28,8 @@ from polydecode.data import Collator, Example, Examples
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.train import DecoderTrainer, prepare_parameters
+from polydecode.train.arguments import training_arguments
 from polydecode.train.progress import ProgressReport
-from polydecode.train.trainer import training_arguments
 
 PLAIN = "transformers Trainer"
 

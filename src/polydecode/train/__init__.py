@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,15 @@ from polydecode.train.distributed import make_whole
 from polydecode.train.draws import restore_stream
 from polydecode.train.memory import longest_lengths, report_memory
 from polydecode.train.parameters import check_same_weights, prepare_parameters, report_parameters
-from polydecode.train.resume import check_same_run, description, last_checkpoint, may_start, versions, write_run
+from polydecode.train.resume import (
+    check_same_run,
+    description,
+    last_checkpoint,
+    may_start,
+    step_of,
+    versions,
+    write_run,
+)
 from polydecode.train.source import frozen_base, make_source
 from polydecode.train.trainer import DecoderTrainer, averages
 
@@ -71,22 +78,26 @@ def train(config: TrainConfig) -> dict[str, Any]:
     trainer = DecoderTrainer(model, config, rows, held_out, tokenizer)
     trainer.source = make_source(model, adapter, frozen, config)
     run = description(config, model, tokenizer, training)
+    changed = check_same_run(out, run) if last is not None else []
     if last is not None:
-        check_same_run(out, run)
         trainer.restore(last)
     if trainer.is_world_process_zero():
+        if last is not None:
+            told = [c for c in changed if not c.startswith("resume ")]
+            print(
+                f"resuming from step {step_of(last)}{'; changed: ' if told else ''}{', '.join(told)}", file=sys.stderr
+            )
         report_parameters(model)
         report_memory(model, config, longest_lengths(training, config))
         write_run(out, run)
     if last is None:
         trainer.say_first_loss()
-    started = time.monotonic()
     with _finish_on_interrupt(trainer):
         _run(trainer, last)
     metrics = {
         "steps": trainer.state.global_step,
         "tokens": trainer.budget.tokens,
-        "minutes": round((time.monotonic() - started) / 60, 2),
+        "minutes": round(trainer.budget.used()["seconds"] / 60, 2),
     }
     if held_out:
         metrics |= _final_evaluation(trainer)
@@ -131,7 +142,7 @@ def _write_result(
 
 def _final_evaluation(trainer: DecoderTrainer) -> dict[str, float]:
     """The metrics of what is written: the last weights, or the best when they are kept."""
-    metrics = trainer.evaluate()
+    metrics = trainer.last_evaluation()
     best = trainer.best.record
     if trainer.run_config.keep == "best" and best is not None and best["step"] != trainer.state.global_step:
         trainer.accelerator.wait_for_everyone()

@@ -29,7 +29,8 @@ class Watch:
 
     A norm above `spike_factor` times the median of the last 50 leaves that update out, five in a row end the run; so does a loss
     (average of about 20 steps) of more than twice its lowest plus 1, and anything that is not finite. `spike_factor` 0
-    leaves only the last. Nothing is judged in the first 20 steps.
+    leaves only the last. Nothing is judged in the first 20 steps. What must not rise is `judged`: the cross-entropy per
+    token, where the loss itself is weighted and noisy.
     """
 
     def __init__(self, spike_factor: float):
@@ -39,13 +40,13 @@ class Watch:
         self.steps = 0
         self.mean = self.lowest = math.inf
 
-    def take_update(self, step: int, loss: float, norm: float) -> bool:
+    def take_update(self, step: int, loss: float, norm: float, judged: float) -> bool:
         """Whether this step's update should be made. Raises `Diverged`."""
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise Diverged(f"step {step}: the loss is {loss:g} and its gradient norm {norm:g}", step - 2)
         if not self.spike_factor:
             return True
-        self._follow(step, loss)
+        self._follow(step, judged)
         if len(self.norms) >= _LEAST and norm > self.spike_factor * median(self.norms):
             self.spikes += 1
             usual = median(self.norms)
@@ -63,10 +64,10 @@ class Watch:
         self.norms.append(norm)
         return True
 
-    def _follow(self, step: int, loss: float) -> None:
+    def _follow(self, step: int, judged: float) -> None:
         self.steps += 1
         share = max(1 / self.steps, 1 / _LEAST)
-        self.mean = loss if self.steps == 1 else (1 - share) * self.mean + share * loss
+        self.mean = judged if self.steps == 1 else (1 - share) * self.mean + share * judged
         if self.steps >= _LEAST:
             self.lowest = min(self.lowest, self.mean)
             if self.mean > 2 * self.lowest + 1:

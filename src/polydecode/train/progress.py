@@ -1,7 +1,10 @@
-"""What a person sees of a run, on stderr."""
+"""What a person sees of a run: on stderr, and in a file that grows with it."""
 
+import json
+import os
 import sys
 import time
+from pathlib import Path
 
 from tqdm import tqdm
 from transformers import TrainerCallback
@@ -52,3 +55,37 @@ class ProgressReport(TrainerCallback):
         used = max(self.budget.progress(step), 1e-9)
         seconds = int((time.monotonic() - self.budget.started) * (1 - used) / used)
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+class RunLog(TrainerCallback):
+    """Every line of the log as JSON, with its step, as it comes: the file of a killed run ends where the run did."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.started = False
+
+    def keep_until(self, step: int) -> None:
+        """A run goes on from `step`: what is there of later steps is dropped."""
+        self.started = True
+        if not self.file.is_file():
+            return
+        lines = [line for line in self.file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+        aside = self.file.with_suffix(".part")
+        aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        os.replace(aside, self.file)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        with self.file.open("a" if self.started else "w", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+        self.started = True
+
+
+def _step_of(line: str) -> float:
+    """The step of a line; beyond all for one that was cut off in the writing."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

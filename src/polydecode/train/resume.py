@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -21,33 +22,64 @@ from polydecode.methods.base import ParallelDecoder
 from polydecode.train.checks import LOOKBACK
 
 RUN_FILE = "run.json"
+LOG_FILE = "log.jsonl"
 COMPLETE_FILE = "progress.json"
-"""Written last into a checkpoint: a folder without it was cut off in the writing."""
+"""Written last into a checkpoint, with the size of every other file: a folder without it was cut off in the writing."""
 
 MAY_CHANGE = {
     "checkpoint", "out", "data", "eval_data", "max_steps", "epochs", "max_minutes", "max_tokens", "log_steps", "eval_steps",
-    "eval_samples", "max_eval_examples", "save_steps", "save_total_limit", "save_dtype", "report_to", "micro_batch_size",
+    "eval_samples", "max_eval_examples", "save_steps", "save_minutes", "save_total_limit", "save_dtype", "report_to",
+    "micro_batch_size",
     "gradient_checkpointing", "data_workers", "no_cache", "keep", "resume", "spike_factor",
 }  # fmt: skip
 """Settings that a resumed run may change. (Paths may: what they hold is compared by content.)"""
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step a checkpoint folder is of."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
+
+
+def complete(checkpoint: Path, progress: dict[str, Any]) -> None:
+    """Mark a checkpoint as whole, with the run's `progress` and the sizes of its files."""
+    files = {str(f.relative_to(checkpoint)): f.stat().st_size for f in sorted(checkpoint.rglob("*")) if f.is_file()}
+    aside = checkpoint / f".{COMPLETE_FILE}"
+    aside.write_text(json.dumps({**progress, "files": files}))
+    os.replace(aside, checkpoint / COMPLETE_FILE)
+
+
+def damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint that was whole once: a file that is gone or of another size; empty when nothing is."""
+    try:
+        files = json.loads((checkpoint / COMPLETE_FILE).read_text()).get("files", {})
+    except (ValueError, AttributeError):
+        return f"{COMPLETE_FILE} cannot be read"
+    for name, size in files.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is gone"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} of {size} bytes"
+    return ""
+
+
 def checkpoints(out: Path) -> dict[int, Path]:
-    """The whole checkpoints of the run in `out` by step, in order."""
-    found = {
-        int(c.name.rsplit("-", 1)[1]): c
-        for c in (out / "checkpoints").glob("checkpoint-*")
-        if (c / COMPLETE_FILE).is_file()
-    }
+    """The checkpoints of the run in `out` that were written to their end, by step, in order."""
+    found = {step_of(c): c for c in (out / "checkpoints").glob("checkpoint-*") if (c / COMPLETE_FILE).is_file()}
     return dict(sorted(found.items()))
 
 
 def last_checkpoint(out: Path, until: int | None = None) -> Path:
-    """The newest whole checkpoint of the run in `out`, of step `until` at most. `UserError` when there is none."""
-    found = [path for step, path in checkpoints(out).items() if until is None or step <= until]
-    if not found:
-        raise UserError(f"nothing to resume: {str(out / 'checkpoints')!r} holds no checkpoint")
-    return found[-1]
+    """The newest whole checkpoint of the run in `out`, of step `until` at most; damaged ones are passed over with a warning.
+    `UserError` when there is none."""
+    for step, checkpoint in reversed(checkpoints(out).items()):
+        if until is not None and step > until:
+            continue
+        wrong = damage(checkpoint)
+        if not wrong:
+            return checkpoint
+        print(f"polydecode: warning: {str(checkpoint)!r} is damaged ({wrong}) and is passed over", file=sys.stderr)
+    raise UserError(f"nothing to resume: {str(out / 'checkpoints')!r} holds no whole checkpoint")
 
 
 def rotate(out: Path, limit: int, now: int) -> None:
@@ -64,7 +96,7 @@ def may_start(out: Path) -> bool:
     """Whether a new run may use this folder: it is not there, or empty, or of a run that was cut off before it kept anything."""
     if not out.exists():
         return True
-    left_behind = (RUN_FILE, f".{RUN_FILE}", "checkpoints", "logs", "samples.jsonl")
+    left_behind = (RUN_FILE, f".{RUN_FILE}", LOG_FILE, "checkpoints", "logs", "samples.jsonl")
     if any(f.name not in left_behind for f in out.iterdir()):
         return False
     return not any((out / "checkpoints").glob(f"*/{COMPLETE_FILE}"))
@@ -117,12 +149,17 @@ def write_run(out: Path, run: dict[str, Any]) -> None:
     os.replace(aside, out / RUN_FILE)
 
 
-def check_same_run(out: Path, run: dict[str, Any]) -> None:
-    """Refuse, by name, what differs from the run in `out`."""
+def check_same_run(out: Path, run: dict[str, Any]) -> list[str]:
+    """Refuse, by name, what differs from the run in `out`; what may differ and does is given back, a phrase each."""
     file = out / RUN_FILE
     if not file.is_file():  # a run of an earlier version
-        return
-    old = json.loads(file.read_text())
+        return []
+    try:
+        old = json.loads(file.read_text())
+    except ValueError:
+        raise UserError(
+            f"cannot resume: {str(file)!r} is not what a run writes; delete it to resume without a check"
+        ) from None
     mends = {
         "method": "resume with the checkpoint it was started from",
         "tokenizer": "resume with the tokenizer it was started with",
@@ -132,10 +169,16 @@ def check_same_run(out: Path, run: dict[str, Any]) -> None:
     for name, mend in mends.items():
         if old.get(name) != run[name]:
             raise UserError(f"cannot resume: {name} was {old[name]}, now it is {run[name]}; {mend}")
+    changed = []
     for group in ("method_settings", "settings"):
         for name in sorted(old[group].keys() | run[group].keys()):
             before, now = old[group].get(name), run[group].get(name)
-            if before != now and not (group == "settings" and name in MAY_CHANGE):
+            if before == now:
+                continue
+            if group == "settings" and name in MAY_CHANGE:
+                changed.append(f"{name} {before!r} -> {now!r}")
+            else:
                 raise UserError(
                     f"cannot resume: {name} was {before!r}, now it is {now!r}; give the old value, or start anew"
                 )
+    return changed

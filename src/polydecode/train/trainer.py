@@ -6,40 +6,29 @@ epoch, example), so they do not depend on the batch split.
 
 import json
 import math
-import os
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from polydecode.config import TrainConfig
 from polydecode.data import Collator, Examples, ExampleStream, Mixture, pad_token_id
-from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.methods.batch import Batch, LossOutput
 from polydecode.ops.sampling import RowGenerators, mix_seed
+from polydecode.train.arguments import reporter, tensorboard, training_arguments
 from polydecode.train.budget import Budget
 from polydecode.train.checks import Watch
-from polydecode.train.distributed import (
-    EpochOrder,
-    Rows,
-    any_of_them,
-    check_can_shard,
-    of_the_first,
-    split_batch,
-    summed,
-    world_size,
-)
+from polydecode.train.distributed import EpochOrder, Rows, any_of_them, of_the_first, split_batch, summed, world_size
 from polydecode.train.draws import ENDLESS, EpochDraws, StreamState, stream_loader
 from polydecode.train.evaluation import FIRST_EXAMPLES, Best, first_line, show_samples
-from polydecode.train.progress import ProgressReport
-from polydecode.train.resume import COMPLETE_FILE, rotate
+from polydecode.train.progress import ProgressReport, RunLog
+from polydecode.train.resume import COMPLETE_FILE, LOG_FILE, complete, rotate, step_of
 from polydecode.train.source import Source
 
 
@@ -55,7 +44,8 @@ class DecoderTrainer(Trainer):
         self.watch = Watch(config.spike_factor)
         self.best = Best(Path(config.out) / "checkpoints" / "best")
         self.first: dict[str, float] = {}
-        self._step_loss: Tensor | float = 0.0
+        self._step: dict[str, Tensor | float] = {"loss": 0.0, "cross_entropy": 0.0, "count": 0.0}
+        self._evaluated: dict[str, float] = {}
         self.source: Source | None = None
         self._sums: dict[str, float] = {}
         self._since = (time.monotonic(), 0)
@@ -87,8 +77,10 @@ class DecoderTrainer(Trainer):
             self.remove_callback(library_callback)
         self.add_callback(_RunCallback(self))
         self.add_callback(ProgressReport(self.budget))
-        if _reporter(config.report_to) == "tensorboard" and self.is_world_process_zero():
-            self.add_callback(_tensorboard(Path(config.out) / "logs"))
+        self.run_log = RunLog(Path(config.out) / LOG_FILE)
+        self.add_callback(self.run_log)
+        if reporter(config.report_to) == "tensorboard" and self.is_world_process_zero():
+            self.add_callback(tensorboard(Path(config.out) / "logs"))
 
     def get_train_dataloader(self) -> DataLoader:
         if isinstance(self.train_dataset, ExampleStream):
@@ -126,17 +118,18 @@ class DecoderTrainer(Trainer):
         loss = output.loss
         if num_items_in_batch is not None:
             loss = loss * output.num_targets / num_items_in_batch * self.args.world_size
-        self._step_loss = self._step_loss + loss.detach()
+        self._step["loss"] = self._step["loss"] + loss.detach() / self.args.world_size
+        self._step["cross_entropy"] += output.sums.get("cross_entropy", 0.0)
+        self._step["count"] += output.sums.get("cross_entropy_count", 0.0)
         return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The norm before clipping; the update is left out, or the run ended, when it or the loss is out of order."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        loss = torch.as_tensor(self._step_loss, dtype=torch.float32, device=self.args.device)
-        self._step_loss = 0.0
-        if self.args.world_size > 1:
-            loss = self.accelerator.reduce(loss, reduction="mean")
-        if not self.watch.take_update(self.state.global_step + 1, float(loss), float(norm)):
+        step = summed({name: float(value) for name, value in self._step.items()}, self.args.device)
+        self._step = dict.fromkeys(self._step, 0.0)
+        judged = step["cross_entropy"] / step["count"] if step["count"] else step["loss"]
+        if not self.watch.take_update(self.state.global_step + 1, step["loss"], float(norm), judged):
             model.zero_grad(set_to_none=True)
         return norm
 
@@ -179,16 +172,26 @@ class DecoderTrainer(Trainer):
         named = self._held_out_metrics(self.eval_dataset, metric_key_prefix)
         held_out: Any = self.eval_dataset
         if self.run_config.eval_samples:
-            count, step = self.run_config.eval_samples, self.state.global_step
-            out = Path(self.run_config.out) if self.is_world_process_zero() else None
-            found = show_samples(self.decoder(), self.tokenizer, held_out, count, step, out)
+            found = self._show_samples(held_out)
             named |= {f"{metric_key_prefix}_{k}": round(v, 4) for k, v in found.items()}
         if self.run_config.keep == "best":
             loss, write = named[f"{metric_key_prefix}_loss"], self.is_world_process_zero()
             self.best.offer(self.decoder(), self.state.global_step, loss, write)
         self.log(dict(named))
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, named)
+        self._evaluated = {"step": self.state.global_step, **named}
         return named
+
+    def last_evaluation(self) -> dict[str, float]:
+        """The metrics of the weights as they are: of the evaluation just made, or of one made now."""
+        if self._evaluated.get("step") != self.state.global_step:
+            self.evaluate()
+        return {name: value for name, value in self._evaluated.items() if name != "step"}
+
+    def _show_samples(self, held_out: Examples) -> dict[str, float]:
+        count, step = self.run_config.eval_samples, self.state.global_step
+        out = Path(self.run_config.out) if self.is_world_process_zero() else None
+        return show_samples(self.decoder(), self.tokenizer, held_out, count, step, out)
 
     def _held_out_metrics(self, rows: Any, prefix: str) -> dict[str, float]:
         """Over all `rows`, in every process alike."""
@@ -222,12 +225,15 @@ class DecoderTrainer(Trainer):
         self.log(dict(self.first))
         if self.is_world_process_zero():
             print(first_line(metrics, vocab_size), file=sys.stderr)
+        if self.run_config.eval_samples and self.eval_dataset is not None:
+            self._show_samples(source)
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from what a checkpoint had used and seen."""
         saved = json.loads((checkpoint / COMPLETE_FILE).read_text())
         self.budget.restore(saved["budget"])
         self.watch.restore(saved["watch"])
+        self.run_log.keep_until(step_of(checkpoint))
 
 
 def averages(sums: dict[str, float]) -> dict[str, float]:
@@ -242,82 +248,26 @@ def averages(sums: dict[str, float]) -> dict[str, float]:
 class _RunCallback(TrainerCallback):
     def __init__(self, trainer: DecoderTrainer):
         self.trainer = trainer
+        self.saved_at = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):
-        trainer = self.trainer
+        trainer, every = self.trainer, self.trainer.run_config.save_minutes
         trainer.budget.agree(lambda seconds: of_the_first(seconds, args.device))
         used_up = trainer.budget.used_up(state.global_step)
         trainer.interrupted = any_of_them(trainer.interrupted, args.device)
         if trainer.interrupted or used_up:
             control.should_training_stop = True
+        if every and of_the_first(time.monotonic() - self.saved_at, args.device) >= 60 * every:
+            control.should_save = True
         return control
 
     def on_save(self, args, state, control, **kwargs):
         """Complete a checkpoint: what is written last says that it is whole."""
+        self.saved_at = time.monotonic()
+        self.trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             saved = {"budget": self.trainer.budget.used(), "watch": self.trainer.watch.state()}
-            (folder / ".progress").write_text(json.dumps(saved))
-            os.replace(folder / ".progress", folder / COMPLETE_FILE)
+            complete(Path(args.output_dir) / f"checkpoint-{state.global_step}", saved)
             config = self.trainer.run_config
             rotate(Path(config.out), config.save_total_limit, state.global_step)
         return control
-
-
-def _reporter(told: str) -> str:
-    """Where numbers go: `auto` is tensorboard where it is installed. `UserError` for one whose package is missing."""
-    if told == "auto":
-        return "tensorboard" if find_spec("tensorboard") else "none"
-    if told != "none" and find_spec(told) is None:
-        raise UserError(f"report_to {told} needs its package: pip install {told}")
-    return told
-
-
-def _tensorboard(folder: Path) -> TrainerCallback:
-    from torch.utils.tensorboard import SummaryWriter
-    from transformers.integrations import TensorBoardCallback
-
-    return TensorBoardCallback(SummaryWriter(str(folder)))
-
-
-def training_arguments(config: TrainConfig, has_eval: bool, layer_class: str) -> TrainingArguments:
-    """What the Trainer is told: `config` in its words, for the processes there are; FSDP wraps every `layer_class`."""
-    if config.fsdp:
-        check_can_shard()
-    micro, accumulation = split_batch(config.batch_size, config.micro_batch_size, world_size())
-    bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and torch.cuda.is_available())
-    return TrainingArguments(
-        output_dir=str(Path(config.out) / "checkpoints"),
-        per_device_train_batch_size=micro,
-        per_device_eval_batch_size=micro,
-        gradient_accumulation_steps=accumulation,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        max_grad_norm=config.max_grad_norm,
-        max_steps=config.max_steps or -1,
-        num_train_epochs=config.epochs or 1_000_000,
-        bf16=bf16,
-        use_cpu=not torch.cuda.is_available(),
-        gradient_checkpointing=config.gradient_checkpointing,
-        logging_steps=config.log_steps,
-        eval_strategy="steps" if config.eval_steps and has_eval else "no",
-        eval_steps=config.eval_steps or None,
-        save_strategy="steps" if config.save_steps else "no",
-        save_steps=config.save_steps or 500,
-        seed=config.seed,
-        data_seed=config.seed,
-        report_to=[_reporter(config.report_to)] if _reporter(config.report_to) in ("wandb", "trackio") else [],
-        logging_nan_inf_filter=False,
-        remove_unused_columns=False,
-        dataloader_drop_last=False,
-        ddp_find_unused_parameters=False,
-        fsdp=config.fsdp or None,  # type: ignore[arg-type]
-        fsdp_config={"transformer_layer_cls_to_wrap": [layer_class], "state_dict_type": "SHARDED_STATE_DICT"}
-        if config.fsdp
-        else None,
-        disable_tqdm=True,
-        label_names=[],
-        include_for_metrics=[],
-    )
