@@ -237,6 +237,74 @@ def test_state_of_one_number_of_ranks_goes_on_with_another():
     assert take(one, 18) == whole[18:]
 
 
+def packed(monkeypatch, sizes=(50, 31), weights=(), window=8):
+    """A stream that packs its documents (of 9 to 11 tokens here) into rows of 30."""
+    monkeypatch.setattr(streaming, "PACK_WINDOW", window)
+    stream = make(list(sizes), weights)
+    stream.config.packing, stream.config.max_length = True, 30
+    return stream
+
+
+def rows_of(stream, count):
+    return [([e.example_id for e in row], row.window, row.number) for row in islice(stream, count)]
+
+
+@pytest.mark.parametrize("weights", [(), (1.0, 2.0)])
+def test_packed_rows_hold_every_draw_once(monkeypatch, weights):
+    """Bug: documents lost between two windows, or rows longer than max_length."""
+    rows = list(islice(packed(monkeypatch, weights=weights), 40))
+    whole = [row for row in rows if row.window < rows[-1].window]
+    ids = [e.example_id for row in whole for e in row]
+    assert sorted(ids) == sorted(take(make([50, 31], weights), len(ids)))
+    assert all(sum(len(e.input_ids) for e in row) <= 30 for row in rows)
+    assert max(len(row) for row in rows) >= 2
+
+
+@pytest.mark.parametrize(("batch_size", "world_size"), [(1, 2), (3, 2), (2, 4)])
+def test_ranks_share_the_packed_rows_of_one(monkeypatch, batch_size, world_size):
+    """Bug: a row seen by two ranks or by none; other rows with more ranks."""
+    whole = rows_of(packed(monkeypatch), 6 * batch_size * world_size)
+    ranks = []
+    for rank in range(world_size):
+        stream = packed(monkeypatch)
+        stream.shard(batch_size, rank, world_size)
+        ranks.append(rows_of(stream, 6 * batch_size))
+    merged = [r for step in range(6) for rows in ranks for r in rows[step * batch_size : (step + 1) * batch_size]]
+    assert merged == whole
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_a_packed_stream_resumes_at_any_row(monkeypatch, cut):
+    """Bug: a resume that begins at the window, or one row early or late, also at a window's last row and on more ranks."""
+    whole = rows_of(packed(monkeypatch), 24)
+    first = packed(monkeypatch)
+    _, window, number = rows_of(first, cut)[-1]
+    islice(first, 5)
+    state = json.loads(json.dumps(first.state_dict(window, number + 1)))
+    again = packed(monkeypatch)
+    again.load_state_dict(state)
+    assert rows_of(again, 24 - cut) == whole[cut:]
+    _, window, number = whole[cut]
+    state = again.state_dict(window, number + 1)
+    third = packed(monkeypatch)
+    third.load_state_dict(state)
+    third.shard(1, 1, 2)
+    assert rows_of(third, 3) == whole[cut + 2 : cut + 8 : 2]
+    with pytest.raises(UserError, match="packing was True"):
+        make([50, 31]).load_state_dict(state)
+
+
+def test_states_are_walked_to_from_the_last_one(monkeypatch):
+    """Bug: each save of a long run reading all raw documents since its beginning again."""
+    stream = packed(monkeypatch, sizes=(400,))
+    rows_of(stream, 100)
+    shard = stream.sources[0].shards[0]
+    stream.state_dict(160, 1)
+    shard.read.clear()
+    stream.state_dict(168, 1)
+    assert len(shard.read) <= 7 + 8 + 7, "a chunk again, and the way"
+
+
 def batches(stream, batch_size, count):
     loader = DataLoader(
         stream,
@@ -396,10 +464,18 @@ def recorded_run(config, log, kill_at=None):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"data_weights": [1.0, 2.0], "data_workers": 1}], ids=["joined", "weighted, by a worker"]
+    "changes",
+    [
+        {},
+        {"data_weights": [1.0, 2.0], "data_workers": 1},
+        {"packing": True, "max_length": 40},
+        {"packing": True, "max_length": 40, "data_weights": [1.0, 2.0], "data_workers": 2},
+    ],
+    ids=["joined", "weighted, by a worker", "packed", "packed, weighted, by workers"],
 )
-def test_killed_and_resumed_twice_equals_the_uninterrupted_run(checkpoint, changes):
+def test_killed_and_resumed_twice_equals_the_uninterrupted_run(checkpoint, changes, monkeypatch):
     """Bug: NeMo#2508, datasets#8295: examples lost, repeated, or other noise, after kill -9 and resume."""
+    monkeypatch.setattr(streaming, "PACK_WINDOW", 11)
     whole = recorded_run(train_config(checkpoint, "whole", **changes), checkpoint / "whole.log")
     log = checkpoint / "parts.log"
     recorded_run(train_config(checkpoint, "parts", **changes), log, kill_at=4)
@@ -408,7 +484,10 @@ def test_killed_and_resumed_twice_equals_the_uninterrupted_run(checkpoint, chang
     assert [row[0] for row in parts] == [1, 1, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5, 5, 5, 6, 6, 7, 7]
     assert parts[:4] + parts[6:10] + parts[12:] == whole
     assert parts[4:6] == parts[6:8]
-    assert len({i for _, ids, _ in whole for i in ids}) == 28
+    if "packing" in changes:
+        assert len({i for _, ids, _ in whole for row in ids for i in row if i >= 0}) > 40
+    else:
+        assert len({i for _, ids, _ in whole for i in ids}) == 28
     results = [json.loads((checkpoint / out / "training_metrics.json").read_text()) for out in ("whole", "parts")]
     assert results[0]["final"]["eval_loss"] == results[1]["final"]["eval_loss"]
 

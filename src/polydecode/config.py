@@ -51,9 +51,10 @@ class DataConfig:
             raise UserError(f"{len(self.data_weights)} data_weights for {len(self.data)} data; give one for each")
         if not all(0 < weight < float("inf") for weight in self.data_weights):
             raise UserError(f"data_weights are {self.data_weights}; each must be above 0")
-        if self.packing and (self.data_weights or self.streaming):
-            other = "data_weights" if self.data_weights else "streaming"
-            raise UserError(f"packing and {other} do not go together: an epoch's rows are packed before it begins")
+        if self.packing and self.data_weights and not self.streaming:
+            raise UserError(
+                "packing with data_weights needs a stream, whose rows are packed as they come: give --streaming"
+            )
         if self.shuffle_buffer < 1 or self.data_workers < 0:
             name = "shuffle_buffer" if self.shuffle_buffer < 1 else "data_workers"
             raise UserError(f"{name} is {getattr(self, name)}; it must be {int(name == 'shuffle_buffer')} or more")

@@ -2,7 +2,7 @@
 
 from polydecode.data.chat import chat_ids, record_thinking
 from polydecode.data.encode import encode, prompt_ids
-from polydecode.data.examples import Collator, Example, Examples, pad_token_id
+from polydecode.data.examples import STREAM_PLACE, Collator, Example, Examples, pad_token_id
 from polydecode.data.files import read_jsonl
 from polydecode.data.lazy import content_hashes, lengths, split_held_out
 from polydecode.data.loading import data_fingerprint, load_examples, training_data
@@ -11,6 +11,7 @@ from polydecode.data.packing import PackedExamples
 from polydecode.data.streaming import ExampleStream
 
 __all__ = [
+    "STREAM_PLACE",
     "Collator",
     "Example",
     "ExampleStream",

@@ -5,6 +5,7 @@ Legend: B rows, T tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class Examples(Dataset):
         return self.examples[i]
 
 
+STREAM_PLACE = "stream_place"
+"""Beside the tensors of a batch of packed rows from a stream: (window, number) of its last row."""
+
+
 class Collator:
     """Examples, or packed rows of them, to right-padded tensors (B, T), by the names of `Batch`."""
 
@@ -68,7 +73,11 @@ class Collator:
         if not isinstance(rows[0], list):
             return tensors | {"example_ids": ids_BM[:, 0]}
         documents = [[d for d, e in enumerate(row) for _ in e.input_ids] for row in packed]
-        return tensors | {"document_ids": pad(documents, most), "example_ids": ids_BM}
+        tensors |= {"document_ids": pad(documents, most), "example_ids": ids_BM}
+        last: Any = rows[-1]
+        if hasattr(last, "window"):
+            tensors[STREAM_PLACE] = torch.tensor([last.window, last.number])
+        return tensors
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -7,13 +7,18 @@ that was consumed.
 
 There is one order of draws for a run, whatever the number of ranks and workers: each walks through all raw documents and
 tokenises its own. A pass that ends is followed by the next one.
+
+With packing the draws are taken `PACK_WINDOW` at a time and packed into rows by (seed, draw); ranks and workers share the rows.
+What a row holds is known only when all documents of its window are tokenised, so each of them tokenises all. A row says
+where it stands (its window's first draw, its number in it), and the state is that place.
 """
 
 import copy
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -24,6 +29,7 @@ from polydecode.config import DataConfig
 from polydecode.data.examples import Example
 from polydecode.data.files import START, Position
 from polydecode.data.mixture import permutation
+from polydecode.data.packing import pack
 from polydecode.data.sources import Document, Shard, Source, is_held_out, mapping_of, read_documents
 from polydecode.data.token_cache import example_of
 from polydecode.errors import UserError
@@ -31,6 +37,8 @@ from polydecode.ops.sampling import mix_seed
 
 CHUNK_BYTES = 256 * 2**20
 """A chunk ends early when its documents' text reaches this size."""
+PACK_WINDOW = 1024
+"""Documents that are packed into rows together."""
 PASSES, SHARDS, ROWS = 2**10, 2**21, 2**32
 """An example's id is (pass mod PASSES, shard, row) in one 63-bit number, row the lowest."""
 
@@ -123,8 +131,16 @@ class _Cursor:
         return next(self._draws[behind.index(max(behind))])
 
 
+class PackedRow(list[Example]):
+    """Examples packed into one row, the `number`-th of the window that begins with draw `window`."""
+
+    def __init__(self, examples: Sequence[Example], window: int, number: int):
+        super().__init__(examples)
+        self.window, self.number = window, number
+
+
 class ExampleStream(IterableDataset):
-    """An endless stream of examples; iterating goes on where `state_dict()` says it stands.
+    """An endless stream of examples, or with packing of rows of them; iterating goes on where `state_dict()` says it stands.
 
     `files` is a hash of the names and sizes of its files. `shard` tells it the batch, rank and number of ranks; dataloader
     workers are found by themselves. Raises `UserError` naming file and line for a document that cannot be an example.
@@ -147,59 +163,82 @@ class ExampleStream(IterableDataset):
         self._places = [LanePlace() for _ in self._lanes]
         self.files = hashlib.sha256("\n".join(shard.identity() for _, shard in numbered).encode()).hexdigest()[:16]
         self._cursor: _Cursor | None = None
+        self._saved: list[LanePlace] = []
+        """The last state that was walked to, from which the next one is not as far."""
+        self._rows_given = 0
+        """Rows of the window at `_places` that were given out before."""
 
     def shard(self, batch_size: int, rank: int, world_size: int) -> None:
         """Give this rank its part: of each `batch_size * world_size` draws in a row, the rank-th `batch_size`."""
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
 
-    def __iter__(self) -> Iterator[Example]:
+    def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         index, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         cursor = self._open(self._now())
         if worker is None:
             self._cursor = cursor
-        first, group = cursor.drawn, self.batch_size * self.world_size
-        while True:
-            batch, in_batch = divmod(cursor.drawn - first, group)
-            document, example_id = next(cursor)
+        group = self.batch_size * self.world_size
+        for given, make in enumerate(self._packed(cursor) if self.config.packing else self._unpacked(cursor)):
+            batch, in_batch = divmod(given, group)
             if batch % workers == index and in_batch // self.batch_size == self.rank:
-                example = example_of(document, self.tokenizer, self.config)
-                example.example_id = example_id
-                yield example
+                yield make()
 
-    def peek(self, count: int) -> list[Example]:
-        """The next `count` examples of this rank, which stay to be drawn."""
+    def _unpacked(self, cursor: _Cursor) -> Iterator[Callable[[], Example]]:
+        while True:
+            yield partial(self._example, *next(cursor))
+
+    def _packed(self, cursor: _Cursor) -> Iterator[Callable[[], PackedRow]]:
+        passed_over = self._rows_given
+        while True:
+            window = cursor.drawn
+            examples = [self._example(*next(cursor)) for _ in range(PACK_WINDOW)]
+            rows = pack([len(e.input_ids) for e in examples], self.config.max_length, mix_seed(self.seed, window))
+            for number, row in enumerate(rows):
+                if number >= passed_over:
+                    yield partial(PackedRow, [examples[i] for i in row], window, number)
+            passed_over = 0
+
+    def _example(self, document: Document, example_id: int) -> Example:
+        example = example_of(document, self.tokenizer, self.config)
+        example.example_id = example_id
+        return example
+
+    def peek(self, count: int) -> list[Any]:
+        """The next `count` examples (or rows) of this rank, which stay to be drawn."""
         return list(islice(copy.copy(self), count))
 
     @property
     def drawn(self) -> int:
         """Draws of all ranks together up to where the stream stands."""
-        return sum(place.drawn for place in self._now())
+        return _drawn(self._now())
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of pass `epoch` of the data; where the stream has come as far already, nothing changes."""
         if all(place.passed < epoch for place in self._now()):
             self._places = [LanePlace(passed=epoch, drawn=place.drawn) for place in self._now()]
-            self._cursor = None
+            self._cursor, self._saved, self._rows_given = None, [], 0
 
-    def state_dict(self, drawn: int | None = None) -> dict[str, Any]:
-        """Where the stream stands after `drawn` draws of all ranks together (None: after the last one in this process).
+    def state_dict(self, drawn: int | None = None, rows: int = 0) -> dict[str, Any]:
+        """Where the stream stands after `drawn` draws of all ranks together (None: after the last one in this process) and, with
+        packing, `rows` rows of the window that begins there.
 
-        With dataloader workers, which read ahead, `drawn` must be given: raw documents are then passed over up to it.
+        With dataloader workers, which read ahead, and with packing, `drawn` must be given: raw documents are then passed over up
+        to it.
         """
         places = self._now()
-        if drawn is not None and self.drawn != drawn:
-            cursor = self._open(places if self.drawn < drawn else self._places)
-            if cursor.drawn > drawn:
-                raise ValueError(f"the stream began at draw {cursor.drawn}, so it has no state at {drawn}")
+        if drawn is not None and _drawn(places) != drawn:
+            known = [p for p in (self._places, self._saved, places) if p and _drawn(p) <= drawn]
+            if not known:
+                raise ValueError(f"the stream began at draw {_drawn(self._places)}, so it has no state at {drawn}")
+            cursor = self._open(max(known, key=_drawn))
             while cursor.drawn < drawn:
                 next(cursor)
-            places = [lane.place for lane in cursor.lanes]
-            if self._cursor is None:  # the next call goes on from here
-                self._places = copy.deepcopy(places)
+            places = self._saved = copy.deepcopy([lane.place for lane in cursor.lanes])
         return {
             "data": self._identity(),
-            "drawn": sum(place.drawn for place in places),
+            "drawn": _drawn(places),
+            "rows": rows,
             "lanes": [dataclasses.asdict(place) for place in places],
         }
 
@@ -207,12 +246,13 @@ class ExampleStream(IterableDataset):
         """Go on at a state that `state_dict` gave; `UserError` if it is of other data or settings."""
         mine = self._identity()
         for name, value in mine.items():
-            was = state["data"].get(name)
+            was = state["data"].get(name, False if name == "packing" else None)
             if was != value:
                 told = "the data files are others" if name == "files" else f"{name} was {was!r}, now it is {value!r}"
                 raise UserError(f"cannot resume the stream: {told}; give what it began with")
         self._places = [LanePlace(**{**place, "at": tuple(place["at"])}) for place in state["lanes"]]
-        self._cursor = None
+        self._rows_given = state.get("rows", 0)
+        self._cursor, self._saved = None, []
 
     def _now(self) -> list[LanePlace]:
         return self._places if self._cursor is None else [lane.place for lane in self._cursor.lanes]
@@ -234,4 +274,9 @@ class ExampleStream(IterableDataset):
             "eval_fraction": 0.0 if config.eval_data else config.eval_fraction,
             "shuffle_buffer": config.shuffle_buffer,
             "seed": self.seed,
+            "packing": config.packing,
         }
+
+
+def _drawn(places: Sequence[LanePlace]) -> int:
+    return sum(place.drawn for place in places)

@@ -72,8 +72,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
     frozen = frozen_base(model, tokenizer, config)
     adapter = prepare_parameters(model, config)
     rows: Any = training
-    if config.packing:
-        assert isinstance(training, Examples)  # the settings' check refuses a stream
+    if config.packing and isinstance(training, Examples):  # a stream packs by itself
         rows = PackedExamples(training, config.max_length, config.seed)
     trainer = DecoderTrainer(model, config, rows, held_out, tokenizer)
     trainer.source = make_source(model, adapter, frozen, config)

@@ -122,6 +122,15 @@ def of_the_first(value: float, device: torch.device) -> float:
     return float(told)
 
 
+def of_the_last(values: tuple[float, ...], device: torch.device) -> tuple[float, ...]:
+    """The last process's values, for all; every process must ask."""
+    if world_size() == 1:
+        return values
+    told = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.broadcast(told, src=world_size() - 1)
+    return tuple(told.tolist())
+
+
 def summed(values: dict[str, float], device: torch.device) -> dict[str, float]:
     """Each value summed over the processes, which all have the same names."""
     if world_size() == 1 or not values:

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from polydecode.data import ExampleStream, Mixture
 from polydecode.errors import UserError
+from polydecode.train.distributed import of_the_last
 
 STREAM_FILE = "stream.json"
 ENDLESS = 10**9
@@ -28,11 +29,16 @@ class EpochDraws(TrainerCallback):
 
 
 class StreamState(TrainerCallback):
-    """Writes where the stream stands beside each checkpoint; `per_step` is the examples of a step on all ranks."""
+    """Writes where the stream stands beside each checkpoint; `per_step` is the examples of a step on all ranks.
+
+    Rows that a stream has packed hold any number of examples; there `read` (window, number) is the place of the last row of this
+    rank's last batch, and the place of the last rank's counts.
+    """
 
     def __init__(self, stream: ExampleStream, per_step: int):
         self.stream, self.per_step = stream, per_step
         self.drawn = 0
+        self.read = (0, -1)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.drawn = self.stream.drawn
@@ -41,10 +47,14 @@ class StreamState(TrainerCallback):
         self.drawn += self.per_step
 
     def on_save(self, args, state, control, **kwargs):
+        place = {"drawn": self.drawn}
+        if self.stream.config.packing:
+            window, number = of_the_last(self.read, args.device)
+            place = {"drawn": int(window), "rows": int(number) + 1}
         if state.is_world_process_zero:
             file = Path(args.output_dir) / f"checkpoint-{state.global_step}" / STREAM_FILE
             aside = file.with_suffix(".part")
-            aside.write_text(json.dumps(self.stream.state_dict(self.drawn)))
+            aside.write_text(json.dumps(self.stream.state_dict(**place)))
             os.replace(aside, file)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from polydecode.config import TrainConfig
-from polydecode.data import Collator, Examples, ExampleStream, Mixture, pad_token_id
+from polydecode.data import STREAM_PLACE, Collator, Examples, ExampleStream, Mixture, pad_token_id
 from polydecode.methods.base import ParallelDecoder
 from polydecode.methods.batch import Batch, LossOutput
 from polydecode.ops.sampling import RowGenerators, mix_seed
@@ -66,7 +66,8 @@ class DecoderTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         if isinstance(training, ExampleStream):
             training.shard(micro, self.args.process_index, processes)
-            self.add_callback(StreamState(training, config.batch_size))
+            self.stream_state = StreamState(training, config.batch_size)
+            self.add_callback(self.stream_state)
             total_steps = arguments.max_steps
         else:
             if isinstance(training, Mixture):
@@ -103,6 +104,9 @@ class DecoderTrainer(Trainer):
         """Targets of the whole global batch, as the method counts them."""
         if not batch_samples:
             return None
+        if STREAM_PLACE in batch_samples[-1]:
+            window, number = batch_samples[-1][STREAM_PLACE].tolist()
+            self.stream_state.read = (window, number)
         counts = (self.decoder().num_targets(*self._batch_and_noise(inputs)) for inputs in batch_samples)
         read = sum(int(inputs["attention_mask"].sum()) for inputs in batch_samples)
         told = summed({"targets": sum(counts), "read": read}, self.args.device)
@@ -144,7 +148,7 @@ class DecoderTrainer(Trainer):
 
     def _batch_and_noise(self, inputs: dict[str, Tensor], epoch: int | None = None) -> tuple[Batch, RowGenerators]:
         """The batch and its generators, by (seed, epoch, example); `epoch` None is the current one."""
-        tensors: dict[str, Any] = inputs
+        tensors: dict[str, Any] = {name: value for name, value in inputs.items() if name != STREAM_PLACE}
         batch = Batch(**tensors)
         assert batch.example_ids is not None
         epoch = int(self.state.epoch or 0) if epoch is None else epoch
