@@ -35,7 +35,7 @@ def test_the_counts_are_those_of_the_documents(checkpoint, data, capsys):
     lengths = [prompt + n + 1 for n in (3, 5, 9, 40)]
     assert found["documents"] == 4
     assert found["tokens"] == sum(lengths)
-    assert found["trained_tokens"] == sum(n + 1 for n in (3, 5, 9, 40))
+    assert found["trained_tokens"] == sum(min(n + 1, 20 - prompt) for n in (3, 5, 9, 40))
     assert found["cut"] == 1
     assert found["longest"] == lengths[-1]
     assert found["tokens_kept"] == sum(lengths[:3]) + 20
@@ -52,6 +52,20 @@ def test_the_sample_marks_what_is_trained(checkpoint, data, capsys):
     assert "document 0:\nhi[[xxx<|im_end|>]]" in out
     assert "document 1" not in out
     assert "#" in out
+
+
+def test_what_is_dropped_is_said(checkpoint, data, capsys):
+    """Pins: 'trained 100 %' above a table of documents that are cut in half."""
+    assert main(["data", checkpoint, "--data", data, "--max-length", "20", "--samples", "4"]) == 0
+    told = capsys.readouterr()
+    prompt = len(tiny_tokenizer()("hi")["input_ids"])
+    assert f"1 documents at --max-length 20: {prompt + 41 - 20} tokens dropped" in told.out
+    assert "(cut at --max-length 20)" in told.out
+    assert "of the tokens are beyond --max-length 20" in told.err
+    assert main(["data", checkpoint, "--data", data]) == 0
+    told = capsys.readouterr()
+    assert "dropped" not in told.out
+    assert "beyond" not in told.err
 
 
 def test_the_terminal_sample_is_coloured(checkpoint, data, capsys, monkeypatch):

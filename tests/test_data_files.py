@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import warnings
 from itertools import islice
 
 import datasets
@@ -19,7 +20,7 @@ from polydecode.data.columns import choose_columns, parse_columns
 from polydecode.data.files import START, read_rows
 from polydecode.data.mixture import REPEAT, Mixture, shares
 from polydecode.data.sources import open_sources
-from polydecode.errors import UserError
+from polydecode.errors import UserError, UserNotice
 from tiny_tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -434,9 +435,37 @@ def test_settings_of_mixtures_are_checked():
     ):
         with pytest.raises(UserError, match=says):
             config("a", "b", data_weights=weights).check()
-    for other in ({"data_weights": [1.0]}, {"streaming": True}):
-        with pytest.raises(UserError, match=f"packing and {next(iter(other))} do not go together"):
-            config("a", packing=True, **other).check()
+    with pytest.raises(UserError, match="give --streaming"):
+        config("a", packing=True, data_weights=[1.0]).check()
+    config("a", packing=True, data_weights=[1.0], streaming=True).check()
+
+
+def test_names_in_any_case_and_a_hint_in_the_files_own_names(tmp_path):
+    """Bug: a file with Question and Answer refused, and told to write prompt=question, which it has not."""
+    pairs = [{"Question ": "a", "ANSWER": "b", "id": 1}]
+    assert texts(load(write(tmp_path, "a.jsonl", jsonl(pairs)))) == texts(
+        load(write(tmp_path, "b.jsonl", jsonl([{"prompt": "a", "response": "b"}])))
+    )
+    path = write(tmp_path, "c.jsonl", jsonl([{"id": 1, "Frage": "a", "Antwort": "b"}]))
+    with pytest.raises(UserError, match="has id, Frage, Antwort; .*such as prompt=Frage,response=Antwort"):
+        load(path)
+    with pytest.raises(UserError, match="such as text=inhalt"):
+        load(write(tmp_path, "d.jsonl", jsonl([{"inhalt": "a"}])))
+
+
+def test_pairs_without_the_template_are_noted(tmp_path):
+    """Bug: training on bare pairs and generating with the template, without a word."""
+    bare = tiny_tokenizer()
+    bare.chat_template = None
+    pairs = write(tmp_path, "a.jsonl", jsonl([{"prompt": "a", "response": "b"}]))
+    text = write(tmp_path, "b.jsonl", jsonl([{"text": "a"}]))
+    with pytest.warns(UserNotice, match="nothing is put between prompt and response; --chat"):
+        load_examples([str(pairs)], TOKENIZER, config(pairs))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_examples([str(text)], TOKENIZER, config(text))
+        load_examples([str(pairs)], TOKENIZER, config(pairs, chat=True))
+        load_examples([str(pairs)], bare, config(pairs))
 
 
 def test_data_is_told_apart_by_its_documents(tmp_path):

@@ -51,6 +51,10 @@ class DataConfig:
             raise UserError(f"{len(self.data_weights)} data_weights for {len(self.data)} data; give one for each")
         if not all(0 < weight < float("inf") for weight in self.data_weights):
             raise UserError(f"data_weights are {self.data_weights}; each must be above 0")
+        if self.data_weights and not sum(self.data_weights) < float("inf"):
+            raise UserError(f"data_weights are {self.data_weights}; together they are too large")
+        if self.max_eval_examples < 1:
+            raise UserError(f"max_eval_examples is {self.max_eval_examples}; it must be 1 or more")
         if self.packing and self.data_weights and not self.streaming:
             raise UserError(
                 "packing with data_weights needs a stream, whose rows are packed as they come: give --streaming"
@@ -171,6 +175,11 @@ class TrainConfig(DataConfig):
         for name in at_least_zero:
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 0 and below 1")
+        if not 0 <= self.seed < 2**32:
+            raise UserError(f"seed is {self.seed}; it must be from 0 to 2^32 - 1")
         choices = {
             "schedule": ("cosine", "linear", "constant", "wsd"),
             "keep": ("last", "best"),
@@ -193,6 +202,10 @@ class TrainConfig(DataConfig):
             )
         if self.keep == "best" and not self.eval_steps:
             raise UserError("keep best compares evaluations: give --eval-steps as well")
+        if self.keep == "best" and not (self.eval_fraction or self.eval_data):
+            raise UserError(
+                "keep best compares evaluations, and nothing is held out: give --eval-data or --eval-fraction"
+            )
         if self.micro_batch_size and self.batch_size % self.micro_batch_size:
             raise UserError(
                 f"batch_size {self.batch_size} is not a multiple of micro_batch_size {self.micro_batch_size}"

@@ -36,10 +36,19 @@ def told(action: str) -> Iterator[None]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error means that the disk is full; safetensors and tokenizers tell it only in words."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    """Whether an error means that the disk is full or a file may not grow; libraries tell it only in words."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
-    return "No space left on device" in str(error) or "os error 28" in str(error)
+    return any(words in str(error) for words in _DISK_FULL)
+
+
+_DISK_FULL = (
+    "No space left on device",
+    "os error 28",  # safetensors, tokenizers
+    "os error 27",
+    "PytorchStreamWriter failed writing",  # torch.save
+    "unexpected pos",
+)
 
 
 def check_free(out: str | os.PathLike, overwrite: bool = False) -> Path:

@@ -9,6 +9,7 @@ another name and renamed, so a killed run leaves nothing and two runs at once do
 import hashlib
 import json
 import shutil
+import sys
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -87,6 +88,7 @@ def _write(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+    print(f"reading {file.name}: once, the model is then kept in {str(folder.parent)!r}", file=sys.stderr)
     with told(f"read GGUF file {str(file)!r}"):
         model = AutoModelForCausalLM.from_pretrained(
             str(file.parent),

@@ -7,6 +7,7 @@ fault of the input is one line on stderr and exit code 2; an interrupt is exit c
 import errno
 import os
 import sys
+import time
 from importlib import import_module
 
 from polydecode.errors import UserError, unknown_name
@@ -25,7 +26,10 @@ COMMANDS = {
     "methods": "list the decoding methods and their settings",
     "export": "write a checkpoint back as a plain model of its source architecture",
 }
-_STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+_STORAGE_ERRORS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,5 +110,9 @@ def _run(name: str, argv: list[str], verbose: bool) -> int:
 
 
 def _fail(message: str) -> int:
+    if (
+        os.environ.get("RANK", "0") != "0"
+    ):  # the first process mostly says the same, and its launcher then ends this one
+        time.sleep(2)
     print(f"polydecode: error: {' '.join(message.split())}", file=sys.stderr)
     return 2

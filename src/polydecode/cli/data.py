@@ -1,6 +1,7 @@
 """`polydecode data CHECKPOINT --data FILE [...]`: what a training run would see of the data."""
 
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from jsonargparse import Namespace
 from polydecode.cli.output import Result, table
 from polydecode.cli.parser import Parser, options_of
 from polydecode.config import DataConfig
-from polydecode.errors import UserError
+from polydecode.errors import UserError, UserNotice
 
 if TYPE_CHECKING:
     from polydecode.data.report import DataReport
@@ -70,7 +71,9 @@ def run(values: Namespace) -> Result:
     report = data_report(examples, options.max_length, options.batch_size, options.seed, tokenizer.eos_token_id)
     step = max(len(examples) // max(options.samples, 1), 1)
     samples = [example_text(e, tokenizer, options) for e in examples[::step][: options.samples]]
-    text = "\n\n".join([table(["", ""], _facts(report)).lstrip(), _bars(report), *samples])
+    bars = [_bars(report)] if len(report.histogram) > 1 else []
+    text = "\n\n".join([table(["", ""], _facts(report)).lstrip(), *bars, *samples])
+    _warn(report)
     data = asdict(report) | {
         "trained_share": report.trained_share,
         "histogram": [{"from": a, "to": b, "documents": n} for a, b, n in report.histogram],
@@ -78,40 +81,60 @@ def run(values: Namespace) -> Result:
     return Result(text, data)
 
 
+def _warn(report: "DataReport") -> None:
+    """Say on stderr what a reader of the table might pass over."""
+    dropped = 1 - report.tokens_kept / max(report.tokens, 1)
+    if dropped >= 0.01:
+        warnings.warn(
+            f"{dropped:.0%} of the tokens are beyond --max-length {report.max_length:,} and are not trained on: raise it, or cut "
+            "long documents into several",
+            UserNotice,
+            stacklevel=2,
+        )
+
+
 def _facts(report: "DataReport") -> list[list[str]]:
-    share = f"{report.trained_share:.1%}"
-    return [
+    answers, dropped = report.answer_lengths, report.tokens - report.tokens_kept
+    rows = f"{report.rows_packed:,} row{'s' if report.rows_packed != 1 else ''} of at most {report.max_length:,}"
+    facts = [
         ["documents", f"{report.documents:,}"],
         ["tokens", f"{report.tokens:,}"],
-        ["trained", f"{report.trained_tokens:,} ({share})"],
-        ["answers", f"{report.answer_lengths['count']:,}, median {report.answer_lengths['median']:,} tokens, "
-                    f"shortest {report.answer_lengths['shortest']:,}"],
+        ["trained", f"{report.trained_tokens:,} ({report.trained_share:.1%})"],
+        ["answers", f"{answers['count']:,}, median {answers['median']:,} tokens, shortest {answers['shortest']:,}"],
         ["length", f"median {report.median_length:,}, longest {report.longest:,}"],
-        [f"cut at {report.max_length:,}", f"{report.cut:,} ({report.tokens_kept:,} tokens are kept)"],
-        ["refused", f"{report.refused:,} (the prompt alone reaches max_length)"],
-        ["padding", f"{report.padding:.1%} in batches of {report.batch_size}"],
-        ["padding, packed", f"{report.padding_packed:.1%} ({report.rows_packed:,} rows of at most {report.max_length:,})"],
-    ]  # fmt: skip
+        ["padding", f"{report.padding:.1%} of batches of {report.batch_size}"],
+        ["padding, packed", f"{report.padding_packed:.1%} of batches of {report.batch_size} ({rows})"],
+    ]
+    if report.cut:
+        facts.append(
+            ["cut", f"{report.cut:,} documents at --max-length {report.max_length:,}: {dropped:,} tokens dropped"]
+        )
+    if report.refused:
+        facts.append(
+            ["refused", f"{report.refused:,} documents whose prompt alone reaches --max-length {report.max_length:,}"]
+        )
+    return facts
 
 
 def _bars(report: "DataReport") -> str:
     most = max(n for *_, n in report.histogram)
-    rows = [[f"{a:,} to {b:,}", f"{n:,}", "#" * -(-n * BAR // most)] for a, b, n in report.histogram]
-    return table(["tokens", "documents", ""], rows)
+    spans = [(f"{a:,} to {b:,}" if a < b else f"{a:,}", n) for a, b, n in report.histogram]
+    return table(["tokens", "documents", ""], [[span, f"{n:,}", "#" * -(-n * BAR // most)] for span, n in spans])
 
 
 def example_text(example: Any, tokenizer: Any, options: DataOptions) -> str:
     """A document as text with its special tokens, what is trained in green on a terminal and in [[ ]] elsewhere."""
     from polydecode.data.report import trained_runs
 
-    runs, left = [], options.sample_tokens
+    runs, left = [], min(options.sample_tokens, options.max_length)
     for ids, trained in trained_runs(example):
         if left <= 0:
             break
         runs.append((tokenizer.decode(ids[:left]), trained))
         left -= len(ids)
     title = f"document {example.example_id}"
-    rest = " ..." if left < 0 else ""
+    is_cut = left < 0 and options.max_length <= options.sample_tokens
+    rest = "" if left >= 0 else f" ... (cut at --max-length {options.max_length})" if is_cut else " ..."
     if not sys.stdout.isatty():
         return f"{title}:\n" + "".join(f"[[{text}]]" if trained else text for text, trained in runs) + rest
     from rich.console import Console

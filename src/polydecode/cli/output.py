@@ -72,6 +72,7 @@ def quiet(verbose: bool) -> Iterator[None]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars that are not the library's own, such as that of GGUF files
     os.environ.setdefault("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     if "transformers" in sys.modules:  # imported before, so the variables come too late
         from transformers.utils import logging
@@ -80,6 +81,7 @@ def quiet(verbose: bool) -> Iterator[None]:
         logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.simplefilter("default", UserNotice)
+        if os.environ.get("RANK", "0") == "0":
+            warnings.simplefilter("default", UserNotice)
         warnings.showwarning = lambda message, *_: log(f"polydecode: note: {message}")
         yield

@@ -109,9 +109,16 @@ class Parser(ArgumentParser):
         return {a.dest: a for a in self._actions if a.dest not in ("help", "config")}
 
     def _check_file(self, path: str) -> None:
-        for name in read_settings(path, self.command):
+        for name, value in read_settings(path, self.command).items():
             if name not in self.names():
                 raise unknown_name(f"setting in {path}", str(name), self.names())
+            hint = getattr(self.names()[name], "_typehint", None)
+            if value is None and type(None) not in get_args(hint):
+                raise UserError(f"{name} in {path} has no value; it must be {_type_words(hint)}, or leave the line out")
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise UserError(f"{name} in {path} is {str(value)!r}; it must be {_type_words(hint)}") from None
 
     def _prepared(self, argv: Sequence[str]) -> list[str]:
         """`argv` with the file first, so that flags win, and repeated list flags as one JSON list each."""
@@ -145,7 +152,7 @@ class Parser(ArgumentParser):
         if wrong and value and wrong[1] in self.names():
             expected = _type_words(getattr(self.names()[wrong[1]], "_typehint", None))
             return f"{flag(wrong[1])} is {value[1]!r}; it must be {expected}"
-        return " ".join(message.split())
+        return " ".join(message.removeprefix('Parser key "config":').split())
 
     def _unknown(self, words: list[str]) -> str:
         flags = [w.split("=")[0] for w in words if w.startswith("-")]
@@ -196,14 +203,25 @@ def read_settings(path: str, command: str) -> dict[str, Any]:
 def read_yaml(path: str) -> dict[str, Any]:
     """The mapping in a YAML file; `UserError` for what is none."""
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), _UniqueNames)
     except OSError as error:
         raise UserError(f"config file {path!r} cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         raise UserError(f"config file {path!r} is no valid YAML: {error}") from None
     if not isinstance(content, dict | None):
         raise UserError(f"config file {path!r} must hold `name: value` lines")
     return content or {}
+
+
+class _UniqueNames(yaml.SafeLoader):
+    """YAML in which a name given twice is a fault, not the last one's."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for name in names:
+            if names.count(name) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{name!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _words(argv: Sequence[str], flags: set[str]) -> list[tuple[str | None, str | None, list[str]]]:

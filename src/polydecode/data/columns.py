@@ -2,7 +2,7 @@
 
 The names that count are `messages`, `prompt` with `response`, and `text`. Other names come from the setting `columns`
 (`prompt=question,response=answer`) or, when one reading alone is possible, from names in common use. What a file's first
-record decides holds for the whole file: a file has one form.
+record decides holds for the whole file: a file has one form. Common names are taken in any case (`Question`).
 """
 
 import json
@@ -106,11 +106,20 @@ def choose_columns(mapping: dict[str, str], row: dict[str, Any], place: str) -> 
 
 
 def _guessed(keys: list[str], seen: frozenset[str], place: str) -> Columns:
-    if {"instruction", "output"} <= set(keys) and not {"response", "answer", "completion", "question"} & set(keys):
-        input_name = "input" if "input" in keys else None
-        return Columns({"prompt": "instruction", "response": "output"}, input_name, targets_seen=seen)
+    spelled = {key.strip().lower(): key for key in reversed(keys)}
+    if {"instruction", "output"} <= set(spelled) and not {"response", "answer", "completion", "question"} & set(
+        spelled
+    ):
+        names = {"prompt": spelled["instruction"], "response": spelled["output"]}
+        return Columns(names, spelled.get("input"), targets_seen=seen)
     messages, prompts, responses, texts = (
-        [name for name in names if name in keys] for names in (MESSAGE_NAMES, PROMPT_NAMES, RESPONSE_NAMES, TEXT_NAMES)
+        [spelled[name] for name in names if name in spelled]
+        for names in (
+            (*MESSAGE_NAMES, "messages"),
+            PROMPT_NAMES,
+            RESPONSE_NAMES,
+            (*TEXT_NAMES, "text"),
+        )
     )
     found = [{"messages": name} for name in messages]
     found += [{"prompt": p, "response": r} for p in prompts for r in responses]
@@ -121,8 +130,16 @@ def _guessed(keys: list[str], seen: frozenset[str], place: str) -> Columns:
     if found:
         needs = "which can be read in several ways"
     raise UserError(
-        f"{place}: has {_listed(keys)}; {needs}; say which with --columns (prompt=question,response=answer)"
+        f"{place}: has {', '.join(keys) or 'no columns'}; {needs}; say which with --columns, {_suggested(keys)}"
     )
+
+
+def _suggested(keys: list[str]) -> str:
+    """An example of the setting in the file's own names: its first two columns that are no number or id, or its only one."""
+    own = [key for key in keys if key.strip().lower() not in ("id", "index", "idx", "#", "")] or ["NAME"]
+    if len(own) == 1:
+        return f"such as text={own[0]}"
+    return f"such as prompt={own[0]},response={own[1]}"
 
 
 def _messages(value: Any, place: str) -> Any:

@@ -70,6 +70,7 @@ def _load_parts(
     """The examples of each source; ids count through all of them."""
     sources = open_sources(paths)
     report_columns(sources, mapping_of(config))
+    _suggest_chat(sources, tokenizer, config)
     parts: list[CachedExamples] = []
     for source in sources:
         parts.append(tokenised(source, tokenizer, config, first_id=sum(len(part) for part in parts)))
@@ -80,12 +81,25 @@ def _load_parts(
     return parts
 
 
+def _suggest_chat(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+    """Note that pairs are put together bare although the tokenizer has a chat template."""
+    if config.chat or tokenizer.chat_template is None:
+        return
+    for source in sources:
+        first = next(iter(source.documents(mapping_of(config))), None)
+        if first is not None and "response" in first.record and "messages" not in first.record:
+            told = f"{source.name}: nothing is put between prompt and response"
+            warnings.warn(f"{told}; --chat puts them into the tokenizer's chat template", UserNotice, stacklevel=2)
+            return
+
+
 def _streamed(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> tuple[ExampleStream, Examples | None]:
     """The stream, and its held-out documents from the first part of the data (or of `eval_data`)."""
     sources = open_sources(config.data, streaming=True)
     report_columns(sources, mapping_of(config))
+    _suggest_chat(sources, tokenizer, config)
     stream = ExampleStream(sources, tokenizer, config, seed)
     documents: list[Document] = []
     if config.eval_data:

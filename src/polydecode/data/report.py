@@ -1,6 +1,7 @@
 """What a data set is to a training run: counts, lengths, what is cut and padded, and samples of what is trained.
 
-Legend: a document's tokens are counted whole, as they are before the cut at max_length, unless said otherwise.
+Legend: a document's lengths and tokens are counted whole, as they are before the cut at max_length; trained tokens are those that
+are left of it.
 """
 
 from collections import Counter
@@ -56,7 +57,7 @@ def data_report(
     return DataReport(
         documents=len(examples),
         tokens=sum(lengths),
-        trained_tokens=sum(sum(e.loss_mask) for e in examples),
+        trained_tokens=sum(sum(e.loss_mask) for e in kept),
         tokens_kept=sum(kept_lengths),
         longest=lengths[-1],
         median_length=lengths[len(lengths) // 2],

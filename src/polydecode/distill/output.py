@@ -46,6 +46,8 @@ class Output:
         parent = self.path.parent
         if not parent.is_dir():
             raise UserError(f"no folder {str(parent)!r} for the output")
+        if self.path.resolve() == Path(config.prompts).resolve():
+            raise UserError(f"output {str(self.path)!r} is the file of the prompts; give another name")
         if config.overwrite:
             return
         unfinished = self.partial_meta.is_file()
@@ -63,7 +65,7 @@ class Output:
     def _adopt(self, meta_path: Path, finished: bool) -> None:
         try:
             meta = json.loads(meta_path.read_text())
-            settings, counts = meta["settings"], {name: int(meta["counts"][name]) for name in COUNTS}
+            settings, counts = dict(meta["settings"]), {name: int(meta["counts"][name]) for name in COUNTS}
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{str(meta_path)!r} is not a distillation's settings: give --overwrite") from None
         for name in self.settings:

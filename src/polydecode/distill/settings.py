@@ -57,14 +57,20 @@ class DistillConfig:
         for name in ("samples_per_prompt", "max_new_tokens", "batch_size", "window"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}; it must be 0 or more")
+        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
+            raise UserError(
+                f"temperature is {self.temperature}; it must be 0 (the most likely token), or 0.001 or more"
+            )
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}; it must be 0 or more")
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise UserError(f"{self.samples_per_prompt} samples per prompt are all the same at temperature 0")
+        try:
+            self.system.encode()
+        except UnicodeEncodeError:
+            raise UserError("system is no valid text: it must be UTF-8") from None
         if self.resume and self.overwrite:
             raise UserError("give --resume or --overwrite, not both")
 

@@ -24,21 +24,14 @@ from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.train.budget import Budget
 from polydecode.train.checks import Diverged
-from polydecode.train.distributed import make_whole
+from polydecode.train.distributed import among_others, make_whole
 from polydecode.train.draws import restore_stream
+from polydecode.train.folder import FINISHED, alone_in, check_out, out_folder, writing_to
 from polydecode.train.memory import longest_lengths, report_memory
 from polydecode.train.parameters import check_same_weights, prepare_parameters, report_parameters
-from polydecode.train.resume import (
-    check_same_run,
-    description,
-    last_checkpoint,
-    may_start,
-    step_of,
-    versions,
-    write_run,
-)
+from polydecode.train.resume import check_same_run, description, last_checkpoint, step_of, versions, write_run
 from polydecode.train.source import frozen_base, make_source
-from polydecode.train.trainer import DecoderTrainer, averages
+from polydecode.train.trainer import DecoderTrainer, NothingLeft, averages
 
 __all__ = ["METRICS_FILE", "Budget", "DecoderTrainer", "averages", "prepare_parameters", "train"]
 
@@ -52,9 +45,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
     `checkpoints/`. Raises `UserError` for bad settings or data before anything is written.
     """
     config.check()
-    out = Path(config.out)
-    if not config.resume and not may_start(out):
-        raise UserError(f"output folder {str(out)!r} is not empty; choose another or give --resume")
+    check_out(config)
+    out = out_folder(config)
     last = last_checkpoint(out) if config.resume else None
     tokenizer = load_tokenizer(config.checkpoint)
     record_thinking(tokenizer, config.enable_thinking)
@@ -67,60 +59,71 @@ def train(config: TrainConfig) -> dict[str, Any]:
         check_same_weights(model, config)
     if config.keep == "best" and held_out is None:
         raise UserError(
-            "keep best compares evaluations, and nothing is held out: raise eval_fraction or give eval_data"
+            "keep best compares evaluations, and of these data nothing is held out: raise eval_fraction or give eval_data"
         )
     frozen = frozen_base(model, tokenizer, config)
     adapter = prepare_parameters(model, config)
     rows: Any = training
     if config.packing and isinstance(training, Examples):  # a stream packs by itself
         rows = PackedExamples(training, config.max_length, config.seed)
-    trainer = DecoderTrainer(model, config, rows, held_out, tokenizer)
-    trainer.source = make_source(model, adapter, frozen, config)
-    run = description(config, model, tokenizer, training)
-    changed = check_same_run(out, run) if last is not None else []
-    if last is not None:
-        trainer.restore(last)
+    with alone_in(out, fresh=last is None), writing_to(out), among_others():
+        trainer = DecoderTrainer(model, config, rows, held_out, tokenizer)
+        trainer.source = make_source(model, adapter, frozen, config)
+        trainer.longest = longest_lengths(training, config)
+        run = description(config, model, tokenizer, training)
+        changed = check_same_run(out, run) if last is not None else []
+        if last is not None:
+            trainer.restore(last)
+        return _trained(trainer, adapter, run, last, changed)
+
+
+def _trained(
+    trainer: DecoderTrainer, adapter: Any, run: dict[str, Any], last: Path | None, changed: list[str]
+) -> dict[str, Any]:
+    """Run, evaluate and write; the metrics."""
+    config, model, out = trainer.run_config, trainer.decoder(), out_folder(trainer.run_config)
     if trainer.is_world_process_zero():
         if last is not None:
-            told = [c for c in changed if not c.startswith("resume ")]
-            print(
-                f"resuming from step {step_of(last)}{'; changed: ' if told else ''}{', '.join(told)}", file=sys.stderr
-            )
+            _tell_resume(step_of(last), changed)
         report_parameters(model)
-        report_memory(model, config, longest_lengths(training, config))
+        report_memory(model, config, trainer.longest)
         write_run(out, run)
     if last is None:
         trainer.say_first_loss()
     with _finish_on_interrupt(trainer):
         _run(trainer, last)
-    metrics = {
-        "steps": trainer.state.global_step,
-        "tokens": trainer.budget.tokens,
-        "minutes": round(trainer.budget.used()["seconds"] / 60, 2),
-    }
-    if held_out:
-        metrics |= _final_evaluation(trainer)
-    metrics["interrupted"] = trainer.interrupted
-    make_whole(model)
-    if trainer.is_world_process_zero():
-        report = {
-            "first": trainer.first,
-            "final": metrics,
-            "settings": asdict(config),
-            "versions": versions(),
-            "log": trainer.state.log_history,
+        metrics = {
+            "steps": trainer.state.global_step,
+            "tokens": trainer.budget.tokens,
+            "minutes": round(trainer.budget.used()["seconds"] / 60, 2),
         }
-        _write_result(model, adapter, tokenizer, config, report)
+        if trainer.eval_dataset is not None:
+            metrics |= _final_evaluation(trainer)
+        metrics["interrupted"] = trainer.interrupted
+        make_whole(model)
+        if trainer.is_world_process_zero():
+            report = {
+                "first": trainer.first,
+                "final": metrics,
+                "settings": asdict(config),
+                "versions": versions(),
+                "log": trainer.state.log_history,
+            }
+            _write_result(model, adapter, trainer.tokenizer, config, report)
     return metrics
+
+
+def _tell_resume(step: int, changed: list[str]) -> None:
+    told = [c for c in changed if not c.startswith("resume ")]
+    print(f"resuming from step {step}{'; changed: ' if told else ''}{', '.join(told)}", file=sys.stderr)
 
 
 def _write_result(
     model: ParallelDecoder, adapter: Any, tokenizer: Any, config: TrainConfig, report: dict[str, Any]
 ) -> None:
     """Put checkpoint or adapter and the report into `out`, file by file from a finished folder, keeping `checkpoints`."""
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    finished = out / ".finished"
+    out = out_folder(config)
+    finished = out / FINISHED
     dtype = getattr(torch, config.save_dtype)
     if adapter is not None:
         for parameter in adapter.parameters():
@@ -153,9 +156,12 @@ def _final_evaluation(trainer: DecoderTrainer) -> dict[str, float]:
 def _run(trainer: DecoderTrainer, last: Path | None) -> None:
     try:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    except NothingLeft:
+        if trainer.is_world_process_zero():
+            print(f"step {trainer.state.global_step} is the end of this run: nothing is left to train", file=sys.stderr)
     except Diverged as error:
         try:
-            good = last_checkpoint(Path(trainer.run_config.out), until=error.good_until)
+            good = last_checkpoint(out_folder(trainer.run_config), until=error.good_until)
             kept = f"the last good checkpoint is {good}"
         except UserError:
             kept = "no checkpoint of before was saved (see --save-steps)"
@@ -171,7 +177,7 @@ class _finish_on_interrupt:
 
     def __enter__(self):
         def handle(number, frame):
-            print("stopping after this step; the checkpoint will be written", file=sys.stderr, flush=True)
+            print("finishing; the checkpoint will be written", file=sys.stderr, flush=True)
             self.trainer.interrupted = True
             signal.signal(number, self.previous[number])
 

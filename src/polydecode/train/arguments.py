@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainingArguments
 from polydecode.config import TrainConfig
 from polydecode.errors import UserError
 from polydecode.train.distributed import check_can_shard, split_batch, world_size
+from polydecode.train.folder import out_folder
 
 
 def reporter(told: str) -> str:
@@ -34,7 +35,7 @@ def training_arguments(config: TrainConfig, has_eval: bool, layer_class: str) ->
     micro, accumulation = split_batch(config.batch_size, config.micro_batch_size, world_size())
     bf16 = config.dtype == "bfloat16" or (config.dtype == "auto" and torch.cuda.is_available())
     return TrainingArguments(
-        output_dir=str(Path(config.out) / "checkpoints"),
+        output_dir=str(out_folder(config) / "checkpoints"),
         per_device_train_batch_size=micro,
         per_device_eval_batch_size=micro,
         gradient_accumulation_steps=accumulation,

@@ -7,6 +7,7 @@ examples a second time.
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -102,6 +103,20 @@ def make_whole(model: nn.Module) -> None:
                 full = parameter.detach().full_tensor().cpu()
                 whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
             module._parameters[name] = whole[id(parameter)]
+
+
+@contextmanager
+def among_others() -> Iterator[None]:
+    """Tell in one line that this process was left alone by another, which says itself why it ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world_size() == 1 or not any(words in str(error) for words in _LEFT_ALONE):
+            raise
+        raise UserError("another process of this run has ended; its message says why") from error
+
+
+_LEFT_ALONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
 def any_of_them(flag: bool, device: torch.device) -> bool:

@@ -24,9 +24,12 @@ from polydecode.data.hub import hub_name
 from polydecode.errors import UserError
 from polydecode.methods import get_method
 from polydecode.methods.base import ParallelDecoder, ParallelDecoderConfig
+from polydecode.train.arguments import reporter
+from polydecode.train.distributed import split_batch
+from polydecode.train.folder import check_out, out_folder
 from polydecode.train.memory import MemoryEstimate, estimate_memory, gigabytes, lengths_of
 from polydecode.train.parameters import prepare_parameters
-from polydecode.train.resume import may_start
+from polydecode.train.resume import last_checkpoint
 
 
 @dataclass
@@ -95,9 +98,13 @@ def dry_run(
     config.check()
     if world_size < 1:
         raise UserError(f"world_size is {world_size}; it must be 1 or more")
-    out = Path(config.out)
-    if not config.resume and not may_start(out):
-        raise UserError(f"output folder {str(out)!r} is not empty; choose another or give --resume")
+    check_out(config)
+    if config.resume:
+        last_checkpoint(out_folder(config))
+    reporter(config.report_to)
+    split_batch(config.batch_size, config.micro_batch_size, world_size)
+    if not 0 <= tokens_per_s < math.inf:
+        raise UserError(f"tokens_per_s is {tokens_per_s}; it must be 0 or more")
     tokenizer, notes = _tokenizer(config, planned)
     model = planned_model(config.checkpoint, planned, tokenizer)
     prepare_parameters(model, config)
@@ -159,8 +166,8 @@ def _tokenizer(config: TrainConfig, planned: Planned | None) -> tuple[Any, list[
 def _lengths(config: TrainConfig, tokenizer: Any) -> tuple[list[tuple[int, int]], list[str]]:
     """(prompt, answer) tokens of the training examples, none where data are on a hub or cannot be tokenised here."""
     on_hub = [name for name in config.data if is_hub_name(name)]
-    for name in config.data:
-        if name not in on_hub and not any(c in name for c in "*?[") and not Path(name).expanduser().exists():
+    for name in (*config.data, *config.eval_data):
+        if not is_hub_name(name) and not any(c in name for c in "*?[") and not Path(name).expanduser().exists():
             raise UserError(f"no data file {name!r}")
     if on_hub:
         return [], [f"note: not read: {', '.join(on_hub)} (on a hub); every example counts as max_length tokens"]

@@ -90,14 +90,30 @@ def _short(text: str, width: int = 60) -> str:
 
 
 class Best:
-    """The trained weights with the lowest held-out loss, in one file that says of which step they are."""
+    """The trained weights with the lowest held-out loss, in a file that says of which step they are.
+
+    The best as of the last checkpoint stays until the next one, so that a run that goes on from there has it.
+    """
 
     def __init__(self, folder: Path):
-        self.file = folder / "weights.safetensors"
+        self.folder = folder
         self.record: dict[str, float] | None = None
-        if self.file.is_file():
-            with safe_open(self.file, "pt") as saved:
-                self.record = json.loads(saved.metadata()["record"])
+        self._held: dict[str, float] | None = None
+
+    def resume(self, step: int) -> None:
+        """Take up the best of the files of `step` or before."""
+        records = []
+        for file in self.folder.glob("step-*.safetensors"):
+            with safe_open(file, "pt") as saved:
+                records.append(json.loads(saved.metadata()["record"]))
+        self.record = min((r for r in records if r["step"] <= step), key=lambda r: r["loss"], default=None)
+        self._held = self.record
+
+    def checkpointed(self, write: bool) -> None:
+        """A checkpoint is whole: a run that goes on from it needs the best there is now, and none before."""
+        self._held = self.record
+        if write:
+            self._tidy()
 
     def offer(self, model: ParallelDecoder, step: int, loss: float, write: bool) -> None:
         """Keep these weights if `loss` is the lowest so far; one process of a run writes them."""
@@ -106,11 +122,13 @@ class Best:
         self.record = {"step": step, "loss": loss}
         if not write:
             return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.file.with_suffix(".part")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self._file(self.record)
+        aside = file.with_suffix(".part")
         weights = {n: p.detach().cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
         save_file(weights, aside, metadata={"record": json.dumps(self.record)})
-        os.replace(aside, self.file)
+        os.replace(aside, file)
+        self._tidy()
 
     def restore(self, model: ParallelDecoder) -> None:
         """Put the best weights into the model; without one yet, nothing."""
@@ -118,5 +136,13 @@ class Best:
             return
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name, value in load_file(self.file).items():
+            for name, value in load_file(self._file(self.record)).items():
                 parameters[name].copy_(value)
+
+    def _file(self, record: dict[str, float]) -> Path:
+        return self.folder / f"step-{int(record['step'])}.safetensors"
+
+    def _tidy(self) -> None:
+        kept = {self._file(r) for r in (self.record, self._held) if r is not None}
+        for file in set(self.folder.glob("step-*")) - kept:
+            file.unlink()

@@ -21,7 +21,9 @@ class ProgressReport(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and sys.stderr.isatty():
-            self.bar = tqdm(total=100, unit="%", file=sys.stderr, bar_format="{l_bar}{bar}| {elapsed}<{remaining}")
+            self.bar = tqdm(
+                total=100, unit="%", file=sys.stderr, disable=False, bar_format="{l_bar}{bar}| {elapsed}<{remaining}"
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:

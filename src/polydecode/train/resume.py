@@ -51,10 +51,10 @@ def complete(checkpoint: Path, progress: dict[str, Any]) -> None:
 def damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint that was whole once: a file that is gone or of another size; empty when nothing is."""
     try:
-        files = json.loads((checkpoint / COMPLETE_FILE).read_text()).get("files", {})
-    except (ValueError, AttributeError):
-        return f"{COMPLETE_FILE} cannot be read"
-    for name, size in files.items():
+        files = json.loads((checkpoint / COMPLETE_FILE).read_text())["files"].items()
+    except (ValueError, AttributeError, KeyError, TypeError):
+        return f"{COMPLETE_FILE} is not what a run writes"
+    for name, size in files:
         file = checkpoint / name
         if not file.is_file():
             return f"{name} is gone"
@@ -65,7 +65,8 @@ def damage(checkpoint: Path) -> str:
 
 def checkpoints(out: Path) -> dict[int, Path]:
     """The checkpoints of the run in `out` that were written to their end, by step, in order."""
-    found = {step_of(c): c for c in (out / "checkpoints").glob("checkpoint-*") if (c / COMPLETE_FILE).is_file()}
+    folders = [c for c in (out / "checkpoints").glob("checkpoint-*") if c.name.rsplit("-", 1)[1].isdecimal()]
+    found = {step_of(c): c for c in folders if (c / COMPLETE_FILE).is_file()}
     return dict(sorted(found.items()))
 
 
@@ -79,7 +80,9 @@ def last_checkpoint(out: Path, until: int | None = None) -> Path:
         if not wrong:
             return checkpoint
         print(f"polydecode: warning: {str(checkpoint)!r} is damaged ({wrong}) and is passed over", file=sys.stderr)
-    raise UserError(f"nothing to resume: {str(out / 'checkpoints')!r} holds no whole checkpoint")
+    raise UserError(
+        f"nothing to resume: {str(out / 'checkpoints')!r} holds no whole checkpoint (they come by --save-steps)"
+    )
 
 
 def rotate(out: Path, limit: int, now: int) -> None:
@@ -90,16 +93,6 @@ def rotate(out: Path, limit: int, now: int) -> None:
     kept = {*list(found)[-limit:], *before[-1:], *since[:1]}
     for step in found.keys() - kept:
         shutil.rmtree(found[step])
-
-
-def may_start(out: Path) -> bool:
-    """Whether a new run may use this folder: it is not there, or empty, or of a run that was cut off before it kept anything."""
-    if not out.exists():
-        return True
-    left_behind = (RUN_FILE, f".{RUN_FILE}", LOG_FILE, "checkpoints", "logs", "samples.jsonl")
-    if any(f.name not in left_behind for f in out.iterdir()):
-        return False
-    return not any((out / "checkpoints").glob(f"*/{COMPLETE_FILE}"))
 
 
 def versions() -> dict[str, str]:
@@ -156,7 +149,9 @@ def check_same_run(out: Path, run: dict[str, Any]) -> list[str]:
         return []
     try:
         old = json.loads(file.read_text())
-    except ValueError:
+        if not all(isinstance(old[group], dict) for group in ("method_settings", "settings")):
+            raise TypeError
+    except (ValueError, KeyError, TypeError):
         raise UserError(
             f"cannot resume: {str(file)!r} is not what a run writes; delete it to resume without a check"
         ) from None

@@ -27,6 +27,7 @@ from polydecode.train.checks import Watch
 from polydecode.train.distributed import EpochOrder, Rows, any_of_them, of_the_first, split_batch, summed, world_size
 from polydecode.train.draws import ENDLESS, EpochDraws, StreamState, stream_loader
 from polydecode.train.evaluation import FIRST_EXAMPLES, Best, first_line, show_samples
+from polydecode.train.folder import out_folder
 from polydecode.train.progress import ProgressReport, RunLog
 from polydecode.train.resume import COMPLETE_FILE, LOG_FILE, complete, rotate, step_of
 from polydecode.train.source import Source
@@ -42,11 +43,12 @@ class DecoderTrainer(Trainer):
         self.tokenizer = tokenizer
         self.interrupted = False
         self.watch = Watch(config.spike_factor)
-        self.best = Best(Path(config.out) / "checkpoints" / "best")
+        self.best = Best(out_folder(config) / "checkpoints" / "best")
         self.first: dict[str, float] = {}
         self._step: dict[str, Tensor | float] = {"loss": 0.0, "cross_entropy": 0.0, "count": 0.0}
         self._evaluated: dict[str, float] = {}
         self.source: Source | None = None
+        self.longest: list[tuple[int, int]] = []
         self._sums: dict[str, float] = {}
         self._since = (time.monotonic(), 0)
         processes = world_size()
@@ -78,10 +80,10 @@ class DecoderTrainer(Trainer):
             self.remove_callback(library_callback)
         self.add_callback(_RunCallback(self))
         self.add_callback(ProgressReport(self.budget))
-        self.run_log = RunLog(Path(config.out) / LOG_FILE)
+        self.run_log = RunLog(out_folder(config) / LOG_FILE)
         self.add_callback(self.run_log)
         if reporter(config.report_to) == "tensorboard" and self.is_world_process_zero():
-            self.add_callback(tensorboard(Path(config.out) / "logs"))
+            self.add_callback(tensorboard(out_folder(config) / "logs"))
 
     def get_train_dataloader(self) -> DataLoader:
         if isinstance(self.train_dataset, ExampleStream):
@@ -194,7 +196,7 @@ class DecoderTrainer(Trainer):
 
     def _show_samples(self, held_out: Examples) -> dict[str, float]:
         count, step = self.run_config.eval_samples, self.state.global_step
-        out = Path(self.run_config.out) if self.is_world_process_zero() else None
+        out = out_folder(self.run_config) if self.is_world_process_zero() else None
         return show_samples(self.decoder(), self.tokenizer, held_out, count, step, out)
 
     def _held_out_metrics(self, rows: Any, prefix: str) -> dict[str, float]:
@@ -238,6 +240,7 @@ class DecoderTrainer(Trainer):
         self.budget.restore(saved["budget"])
         self.watch.restore(saved["watch"])
         self.run_log.keep_until(step_of(checkpoint))
+        self.best.resume(step_of(checkpoint))
 
 
 def averages(sums: dict[str, float]) -> dict[str, float]:
@@ -249,10 +252,18 @@ def averages(sums: dict[str, float]) -> dict[str, float]:
     }
 
 
+class NothingLeft(Exception):
+    """A resumed run is at its end already; its state and weights are loaded."""
+
+
 class _RunCallback(TrainerCallback):
     def __init__(self, trainer: DecoderTrainer):
         self.trainer = trainer
         self.saved_at = time.monotonic()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step and self.trainer.budget.used_up(state.global_step):
+            raise NothingLeft  # the library would make one more step
 
     def on_step_end(self, args, state, control, **kwargs):
         trainer, every = self.trainer, self.trainer.run_config.save_minutes
@@ -261,6 +272,7 @@ class _RunCallback(TrainerCallback):
         trainer.interrupted = any_of_them(trainer.interrupted, args.device)
         if trainer.interrupted or used_up:
             control.should_training_stop = True
+            control.should_save = bool(every or trainer.run_config.save_steps)
         if every and of_the_first(time.monotonic() - self.saved_at, args.device) >= 60 * every:
             control.should_save = True
         return control
@@ -271,7 +283,10 @@ class _RunCallback(TrainerCallback):
         self.trainer.accelerator.wait_for_everyone()
         if state.is_world_process_zero:
             saved = {"budget": self.trainer.budget.used(), "watch": self.trainer.watch.state()}
+            self.trainer.best.checkpointed(write=True)
             complete(Path(args.output_dir) / f"checkpoint-{state.global_step}", saved)
             config = self.trainer.run_config
-            rotate(Path(config.out), config.save_total_limit, state.global_step)
+            rotate(out_folder(config), config.save_total_limit, state.global_step)
+        else:
+            self.trainer.best.checkpointed(write=False)
         return control
