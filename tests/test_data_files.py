@@ -447,7 +447,7 @@ def test_names_in_any_case_and_a_hint_in_the_files_own_names(tmp_path):
         load(write(tmp_path, "b.jsonl", jsonl([{"prompt": "a", "response": "b"}])))
     )
     path = write(tmp_path, "c.jsonl", jsonl([{"id": 1, "Frage": "a", "Antwort": "b"}]))
-    with pytest.raises(UserError, match="has id, Frage, Antwort; .*such as prompt=Frage,response=Antwort"):
+    with pytest.raises(UserError, match=r"has id, Frage, Antwort; .*such as prompt=Frage,response=Antwort"):
         load(path)
     with pytest.raises(UserError, match="such as text=inhalt"):
         load(write(tmp_path, "d.jsonl", jsonl([{"inhalt": "a"}])))

@@ -202,6 +202,7 @@ def _write(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfi
         mininterval=0.5 if sys.stderr.isatty() else 10,
         file=sys.stderr,
         leave=False,
+        disable=False,
     )
     groups = _groups(source.documents(mapping_of(config)))
     with bar, pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
