@@ -62,6 +62,37 @@ def test_impossible_measures_are_refused(changes, says):
         measured("dmtd", **changes)
 
 
+def test_packed_rows_are_timed_on_the_same_examples(tmp_path, capsys):
+    """Bug: padding counted as tokens, so that packing seems to gain nothing; packed rows of other documents."""
+    base = tiny_base(dtype=torch.float32, vocab_size=300)
+    save_checkpoint(convert(base, method="block_diffusion", block_size=4), tiny_tokenizer(), tmp_path / "c")
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": "word " * (1 + i % 9)}) + "\n" for i in range(12)))
+    words = [
+        "--training",
+        "--data",
+        str(tmp_path / "d.jsonl"),
+        "--max-length",
+        "40",
+        "--batch-size",
+        "4",
+        "--repeats",
+        "1",
+    ]
+    assert main(["benchmark", str(tmp_path / "c"), *words, "--training-steps", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = [r["name"] for r in found["results"]]
+    assert names[:2] == [PLAIN, "block_diffusion"]
+    assert names[2].startswith("block_diffusion, ")
+    assert names[2].endswith(" packed rows")
+    lengths = [len(tiny_tokenizer()("word " * (1 + i % 9))["input_ids"]) + 1 for i in range(12)]
+    tokens = [r["tokens_per_s"] * r["seconds"][0] for r in found["results"]]
+    assert all(0 < count < sum(min(n, 40) for n in lengths) for count in tokens)
+    assert tokens[0] == pytest.approx(round(tokens[0]))
+    assert main(["benchmark", str(tmp_path / "c"), *words, "--training-steps", "3"]) == 2
+    assert "need 16" in capsys.readouterr().err
+    assert main(["benchmark", str(tmp_path / "c"), "--data", "x.jsonl"]) == 2
+
+
 def test_from_the_command_line(tmp_path, capsys):
     """Bug: a flag that is there and does nothing."""
     base = tiny_base(dtype=torch.float32, vocab_size=300)

@@ -5,6 +5,9 @@ parameters trained, the logits of all tokens at once. The method trains what it 
 the same number of tokens per step, dtype, optimiser and clipping, and the clock counts whole steps: data, noise, forward,
 backward, optimiser. Each turn starts with one step that is not counted.
 
+With data of one's own, rows are as long as the examples, padded to the longest of a batch, and the method is timed a second
+time on packed rows: as many of them per step as hold about the same tokens.
+
 Legend: B rows, T tokens.
 """
 
@@ -12,7 +15,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,12 +27,12 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from polydecode.benchmark.machine import Machine
 from polydecode.config import TrainConfig
-from polydecode.data import Collator, Example, Examples
+from polydecode.data import Collator, Example, Examples, PackedExamples
 from polydecode.errors import UserError
 from polydecode.methods.base import ParallelDecoder
 from polydecode.train import DecoderTrainer, prepare_parameters
 from polydecode.train.arguments import training_arguments
-from polydecode.train.progress import ProgressReport
+from polydecode.train.progress import ProgressReport, RunLog
 
 PLAIN = "transformers Trainer"
 
@@ -59,18 +62,31 @@ def measure_training(
     repeats: int,
     dtype: str = "float32",
     seed: int = 0,
+    data: Sequence[Example] | None = None,
+    max_length: int = 1024,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[TrainingSpeed]:
-    """The baseline's speed and the method's, each over `repeats` turns of `steps` counted steps on random tokens.
+    """The baseline's speed and the method's, each over `repeats` turns of `steps` counted steps on random tokens, or on `data`,
+    where packed rows of `max_length` are a third.
 
     `prompt_tokens` 0 is plain text. The model's weights change a little (learning rate 1e-7). Raises `UserError` for counts
-    below 1 and rows beyond the context.
+    below 1, rows beyond the context, and data of fewer examples than the steps need.
     """
-    _check(model, batch_size, prompt_tokens, answer_tokens, steps, repeats)
-    examples = Examples(random_examples(model, batch_size * (steps + 1), prompt_tokens, answer_tokens, seed))
-    tokens = batch_size * (prompt_tokens + answer_tokens) * steps
-    seconds: dict[str, list[float]] = {PLAIN: [], model.config.method: []}
-    trained: dict[str, int] = {}
+    needed = batch_size * (steps + 1)
+    method = model.config.method
+    if data is None:
+        _check(model, batch_size, prompt_tokens, answer_tokens, steps, repeats)
+        examples = Examples(random_examples(model, needed, prompt_tokens, answer_tokens, seed))
+    else:
+        _check(model, batch_size, 0, max_length, steps, repeats)
+        if len(data) < needed:
+            raise UserError(f"the data have {len(data)} examples; {steps} + 1 steps of {batch_size} need {needed}")
+        chosen = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))[:needed].tolist()
+        examples = Examples([data[i] for i in chosen])
+    turns: dict[str, Callable[[TrainConfig], tuple[float, int]]] = {
+        PLAIN: partial(_plain, model, examples),
+        method: partial(_method, model, tokenizer, examples),
+    }
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
             checkpoint="-",
@@ -86,13 +102,25 @@ def measure_training(
             report_to="none",
             spike_factor=0.0,
         )
+        configs = dict.fromkeys(turns, config)
+        if data is not None:
+            packed = PackedExamples(examples, max_length, seed)
+            rows = max(len(packed) // (steps + 1), 1)
+            name = f"{method}, {rows} packed rows"
+            turns[name] = partial(_method, model, tokenizer, packed)
+            configs[name] = replace(config, batch_size=rows, packing=True, max_length=max_length)
+        found: dict[str, list[tuple[float, int]]] = {name: [] for name in turns}
+        trained: dict[str, int] = {}
         for number in range(repeats):
-            for name, run in ((PLAIN, _plain), (model.config.method, partial(_method, tokenizer))):
-                seconds[name].append(run(model, config, examples))
+            for name, run in turns.items():
+                found[name].append(run(configs[name]))
                 trained[name] = sum(p.numel() for p in model.parameters() if p.requires_grad)
                 gc.collect()
-            progress(f"round {number + 1} of {repeats}: " + ", ".join(f"{n} {s[-1]:.2f} s" for n, s in seconds.items()))
-    return [_summary(name, trained[name], seconds, tokens) for name in seconds]
+            progress(
+                f"round {number + 1} of {repeats}: " + ", ".join(f"{n} {t[-1][0]:.2f} s" for n, t in found.items())
+            )
+    speeds = {name: [tokens / seconds for seconds, tokens in turn] for name, turn in found.items()}
+    return [_summary(name, trained[name], speeds, [s for s, _ in found[name]]) for name in turns]
 
 
 def random_examples(
@@ -118,30 +146,45 @@ class _StepTimes(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def _method(tokenizer: Any, model: ParallelDecoder, config: TrainConfig, examples: Examples) -> float:
+class _Counted:
+    """A collator that remembers the tokens of each batch, padding aside."""
+
+    def __init__(self, collator: Any):
+        self.collator = collator
+        self.tokens: list[int] = []
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collator(rows)
+        self.tokens.append(int(batch["attention_mask"].sum()))
+        return batch
+
+
+def _method(model: ParallelDecoder, tokenizer: Any, examples: Any, config: TrainConfig) -> tuple[float, int]:
     model.requires_grad_(True)
     prepare_parameters(model, config)
     return _timed(DecoderTrainer(model, config, examples, None, tokenizer))
 
 
-def _plain(model: ParallelDecoder, config: TrainConfig, examples: Examples) -> float:
+def _plain(model: ParallelDecoder, examples: Examples, config: TrainConfig) -> tuple[float, int]:
     base: Any = model.base
     base.requires_grad_(True)
     arguments = training_arguments(config, has_eval=False, layer_class="")
     return _timed(Trainer(model=base, args=arguments, train_dataset=examples, data_collator=_with_labels))
 
 
-def _timed(trainer: Trainer) -> float:
-    """Seconds of all steps but the first."""
-    for callback in (PrinterCallback, ProgressCallback, ProgressReport):
+def _timed(trainer: Trainer) -> tuple[float, int]:
+    """Seconds and tokens of all steps but the first."""
+    for callback in (PrinterCallback, ProgressCallback, ProgressReport, RunLog):
         trainer.remove_callback(callback)
     clock = _StepTimes()
     trainer.add_callback(clock)
+    counted = _Counted(trainer.data_collator)
+    trainer.data_collator = counted
     trainer.train()
     assert trainer.model is not None
     trainer.model.zero_grad()
     trainer.model.eval()
-    return clock.ends[-1] - clock.ends[0]
+    return clock.ends[-1] - clock.ends[0], sum(counted.tokens[1 : len(clock.ends)])
 
 
 def _with_labels(examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -151,19 +194,18 @@ def _with_labels(examples: Sequence[Example]) -> dict[str, Tensor]:
     return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels_BT}
 
 
-def _summary(name: str, trained: int, seconds: dict[str, list[float]], tokens: int) -> TrainingSpeed:
-    speeds = [tokens / s for s in seconds[name]]
-    ratios = [plain / own for plain, own in zip(seconds[PLAIN], seconds[name], strict=True)]
+def _summary(name: str, trained: int, speeds: dict[str, list[float]], seconds: list[float]) -> TrainingSpeed:
+    ratios = [own / plain for plain, own in zip(speeds[PLAIN], speeds[name], strict=True)]
     return TrainingSpeed(
         name=name,
         trained_parameters=trained,
-        tokens_per_s=median(speeds),
-        tokens_per_s_min=min(speeds),
-        tokens_per_s_max=max(speeds),
+        tokens_per_s=median(speeds[name]),
+        tokens_per_s_min=min(speeds[name]),
+        tokens_per_s_max=max(speeds[name]),
         ratio=median(ratios),
         ratio_min=min(ratios),
         ratio_max=max(ratios),
-        seconds=seconds[name],
+        seconds=seconds,
     )
 
 
@@ -195,9 +237,12 @@ def as_rows(speeds: list[TrainingSpeed]) -> tuple[list[str], list[list[Any]]]:
 
 def heading(setup: dict[str, Any], machine: Machine) -> str:
     """What was measured on what."""
+    rows = f"rows of {setup['prompt_tokens']} prompt and {setup['answer_tokens']} answer tokens"
+    if setup["data"]:
+        rows = f"examples of {', '.join(setup['data'])}, at most {setup['max_length']} tokens"
     return (
-        f"{setup['checkpoint']}: training, {setup['dtype']}, {setup['batch_size']} rows of {setup['prompt_tokens']} prompt "
-        f"and {setup['answer_tokens']} answer tokens, median of {setup['repeats']} turns of {setup['steps']} steps\n"
+        f"{setup['checkpoint']}: training, {setup['dtype']}, {setup['batch_size']} {rows}, "
+        f"median of {setup['repeats']} turns of {setup['steps']} steps\n"
         f"{machine.device_name} ({machine.device}, {machine.threads} threads), torch {machine.torch}, "
         f"transformers {machine.transformers}, polydecode {machine.polydecode}\n"
         "tokens/s counts the data's tokens, prompts included; the baseline trains all parameters by next-token loss"

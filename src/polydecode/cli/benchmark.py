@@ -28,6 +28,9 @@ class BenchmarkOptions(DecodingOptions):
         seed: seed of the random prompt.
         training: time training steps instead, against plain fine-tuning of the same model by transformers' Trainer; rows have
             `prompt_tokens` prompt and `new_tokens` answer tokens, dtype auto is float32 (bfloat16 on a GPU).
+        data: with --training, examples of these files instead of random rows; packed rows are timed beside them.
+        chat: with --data, put prompt/response pairs into the tokenizer's chat template.
+        max_length: with --data, longest example and length of packed rows, in tokens.
         training_steps: timed optimiser steps per round, with --training.
     """
 
@@ -41,6 +44,9 @@ class BenchmarkOptions(DecodingOptions):
     threads: int = 0
     seed: int = 0
     training: bool = False
+    data: list[str] = field(default_factory=list)
+    chat: bool = False
+    max_length: int = 1024
     training_steps: int = 3
 
 
@@ -69,6 +75,8 @@ def run(values: Namespace) -> Result:
         raise UserError(f"threads is {options.threads}; it must be 1 or more, or 0 for torch's choice")
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.data and not options.training:
+        raise UserError("data are for training steps: give --training as well")
     if options.training:
         return _training(options)
     model = open_model(options.checkpoint, options)
@@ -98,15 +106,23 @@ def _training(options: BenchmarkOptions) -> Result:
     from polydecode.auto import load, load_tokenizer
     from polydecode.benchmark import training
     from polydecode.benchmark.machine import default_device, describe_machine
+    from polydecode.config import DataConfig
+    from polydecode.data import load_examples
 
     device = default_device() if options.device == "auto" else options.device
     dtype = ("bfloat16" if device != "cpu" else "float32") if options.dtype == "auto" else options.dtype
     if dtype == "float16":
         raise UserError("training runs in float32 or bfloat16 (mixed precision); float16 is not supported")
+    tokenizer = load_tokenizer(options.checkpoint)
+    examples = None
+    if options.data:
+        data = DataConfig(data=options.data, chat=options.chat, max_length=options.max_length)
+        data.check()
+        examples = load_examples(options.data, tokenizer, data)
     model = load(options.checkpoint, dtype="float32")
     speeds = training.measure_training(
         model,
-        load_tokenizer(options.checkpoint),
+        tokenizer,
         options.batch_size,
         options.prompt_tokens,
         options.new_tokens,
@@ -114,12 +130,16 @@ def _training(options: BenchmarkOptions) -> Result:
         options.repeats,
         dtype,
         options.seed,
+        examples,
+        options.max_length,
         progress=log,
     )
     setup = {
         "checkpoint": options.checkpoint,
         "method": model.config.method,
         "settings": model.config.settings(),
+        "data": options.data,
+        "max_length": options.max_length,
         "dtype": dtype,
         "batch_size": options.batch_size,
         "prompt_tokens": options.prompt_tokens,
