@@ -48,6 +48,8 @@ def losses(log: list[dict]) -> list[tuple]:
         ("block_diffusion", "--max-steps 9 --eval-steps 4 --eval-samples 1 --keep best"),
         ("autoregressive", "--max-steps 5 --lora-rank 4"),
         ("block_diffusion", "--max-steps 6 --packing --max-length 64"),
+        ("dmtd", "--max-steps 5 --streaming --shuffle-buffer 8 --packing --max-length 64"),
+        ("autoregressive", "--max-steps 5 --lora-rank 4 --distill-weight 0.5 --micro-batch-size 2"),
     ],
 )
 def test_two_processes_are_one(tmp_path, data, method, flags):
@@ -98,18 +100,25 @@ def test_an_epoch_is_every_row_once_and_blanks_last():
     assert list(EpochOrder(rows, 7, lambda: 3)) != list(EpochOrder(rows, 7, lambda: 2))
 
 
-def test_a_blank_row_counts_nothing_and_every_parameter_has_a_gradient():
+@pytest.mark.parametrize("with_source", [False, True])
+def test_a_blank_row_counts_nothing_and_every_parameter_has_a_gradient(with_source):
     """Pins: a process without targets that leaves gradients out, on which the others would wait for ever."""
+    from polydecode.config import TrainConfig
     from polydecode.data import Collator
     from polydecode.methods.batch import Batch
     from polydecode.ops.sampling import RowGenerators
-    from tiny import tiny_model
+    from polydecode.train.source import Source
+    from tiny import tiny_base, tiny_model
 
     for method in ("autoregressive", "dmtd", "block_diffusion"):
         model = tiny_model(method).train()
         batch = Batch(**Collator(0)([Example([], [], [], -1)] * 2))
+        if with_source:
+            settings = TrainConfig(distill_weight=0.5, distill_top_k=3)
+            batch.source = Source(tiny_base(), None, settings).read(batch)
         output = model.loss(batch, RowGenerators([0, 1]))
         assert output.num_targets == 0
+        assert ("source_kl" in output.sums) == with_source, "all processes add up the same names"
         output.loss.backward()
         missing = [name for name, p in model.named_parameters() if p.grad is None]
         assert not missing, (method, missing)
@@ -124,6 +133,54 @@ def test_minutes_end_both_at_the_same_step(tmp_path, data):
         2, checkpoint, tmp_path / "out", data, "--max-minutes", "0.05", "--epochs", "1000", "--eval-fraction", "0"
     )
     assert len(losses(log)) > 3
+
+
+def launched(*words: str) -> subprocess.Popen:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "polydecode", "train"]
+    return subprocess.Popen(
+        [sys.executable, *launcher, *words, *"--batch-size 8 --log-steps 1 --report-to none".split()],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_launcher_writes_the_checkpoint(tmp_path, data):
+    """Pins: a job that its scheduler ends, and everything since the last checkpoint with it."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    out = tmp_path / "out"
+    words = [str(checkpoint), str(out), "--data", data, "--max-steps", "100000", "--save-steps", "1000"]
+    run = launched(*words)
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("step 3 "):
+            run.terminate()
+            break
+    told = run.stderr.read()
+    run.wait(60)
+    assert told.count("the checkpoint will be written") >= 1
+    assert (out / "config.json").exists()
+    (saved,) = (out / "checkpoints").glob("checkpoint-*")
+    assert (saved / "progress.json").exists()
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_is_one_line(tmp_path, data):
+    """Pins: a bad document that one of two processes draws: the other waits for ever, or adds a traceback of its own."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    bad = tmp_path / "bad.jsonl"
+    lines = [json.dumps({"text": f"the capital {i}" if i != 30 else ""}) for i in range(60)]
+    bad.write_text("\n".join(lines))
+    words = ["--streaming", "--shuffle-buffer", "1", "--max-steps", "50", "--eval-fraction", "0"]
+    run = launched(str(checkpoint), str(tmp_path / "out"), "--data", str(bad), *words)
+    told = run.communicate(timeout=120)[1]
+    assert run.returncode != 0
+    assert told.count("bad.jsonl:31: text must be a non-empty string") == 1
+    ours = told.split("Sending process")[0]
+    assert "Traceback" not in ours.split("polydecode: error")[0]
+    assert not (tmp_path / "out" / "config.json").exists()
+    wrong = launched(str(checkpoint), str(tmp_path / "other"), "--data", str(tmp_path / "nothing.jsonl"))
+    told = wrong.communicate(timeout=120)[1]
+    assert told.count("polydecode: error: ") == 1, "what all say is said once"
 
 
 def test_launch_files_parse():

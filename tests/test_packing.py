@@ -15,6 +15,7 @@ from polydecode.methods import method_names
 from polydecode.methods.batch import Batch
 from polydecode.ops.sampling import RowGenerators
 from polydecode.train import train
+from polydecode.train.source import Source
 from test_train_resume import data, make_checkpoint
 from tiny import SETTINGS, tiny_base, tiny_model
 
@@ -75,6 +76,28 @@ def test_packed_equals_separate(method, settings, implementation):
     assert loss == pytest.approx(loss_apart, abs=tolerance)
     assert sums == pytest.approx(sums_apart, abs=1e-4)
     assert (gradients - gradients_apart).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_packed_equals_separate_beside_a_source(method):
+    """Pins: a source that reads across documents, or says what it says of another document's token."""
+    settings = TrainConfig(distill_weight=0.6, distill_top_k=5, distill_temperature=1.5)
+    source = Source(tiny_base(seed=7), None, settings)
+    examples = make_examples(4)
+    found = []
+    for rows in ([examples[:3], examples[3:]], examples):
+        model = tiny_model(method, **SETTINGS.get(method, {})).train()
+        batch, noise = batch_and_noise(rows)
+        batch.source = source.read(batch)
+        output = model.loss(batch, noise)
+        output.loss.backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found.append((float(output.loss.detach()), output.sums["source_kl"], gradients))
+    (loss, kl, gradients), (loss_apart, kl_apart, gradients_apart) = found
+    assert kl == pytest.approx(kl_apart, abs=1e-6)
+    assert kl > 0.01
+    assert loss == pytest.approx(loss_apart, abs=FLOAT64)
+    assert (gradients - gradients_apart).abs().max() < FLOAT64
 
 
 @pytest.mark.parametrize("method", method_names())

@@ -110,7 +110,9 @@ def _chunks(num_tokens: int, head: Head, hidden_ND: Tensor) -> list[slice]:
     with torch.no_grad():
         vocab_size = head(hidden_ND[:0]).shape[-1]
     size = chunk_size(vocab_size)
-    return [slice(start, start + size) for start in range(0, num_tokens, size)]
+    return [
+        slice(start, start + size) for start in range(0, max(num_tokens, 1), size)
+    ]  # an empty one when there are none
 
 
 def _chunk(
