@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polydecode.config import DataConfig
-from polydecode.data import data_fingerprint, files, load_examples, split_held_out, training_data
+from polydecode.data import data_fingerprint, files, load_examples, split_held_out, token_cache, training_data
 from polydecode.data.columns import choose_columns, parse_columns
 from polydecode.data.files import START, read_rows
 from polydecode.data.mixture import REPEAT, Mixture, shares
@@ -474,3 +474,50 @@ def test_data_is_told_apart_by_its_documents(tmp_path):
     b = training_data(config(write_records(tmp_path, "b.csv")), TOKENIZER, seed=1)[0]
     c = training_data(config(write_records(tmp_path, "c.jsonl", RECORDS[::-1])), TOKENIZER, seed=1)[0]
     assert data_fingerprint(a) == data_fingerprint(b) != data_fingerprint(c)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_long_text_in_pieces_loses_nothing(tmp_path, workers, monkeypatch):
+    """Bug: the rest of a book dropped, pieces that overlap, a false end in the middle, or a cache of uneven batches."""
+    monkeypatch.setattr(token_cache, "ROWS", 8)
+    book = "".join(f"word {i} " for i in range(400))
+    records = [{"text": "short"}, {"text": book}, {"text": "x" * 31}]
+    path = write(tmp_path, "a.jsonl", jsonl(records * 4))
+    pairs = write(tmp_path, "b.jsonl", jsonl([{"prompt": "a", "response": "b" * 50}]))
+    split = config(path, long_text="split", max_length=32, data_workers=workers // 2)
+    found = load_examples([str(path)], TOKENIZER, split)
+    whole = load_examples([str(path)], TOKENIZER, config(path, max_length=10**6))
+    at = 0
+    for example in whole:
+        ids: list[int] = []
+        pieces = []
+        while len(ids) < len(example.input_ids):
+            pieces.append(found[at])
+            ids += found[at].input_ids
+            at += 1
+        assert all(len(p.input_ids) == 32 for p in pieces[:-1])
+        assert all(len(p.input_ids) <= 32 and len(p.input_ids) > 1 for p in pieces)
+        assert all(p.content_hash == example.content_hash for p in pieces), "held out together"
+        assert ids == example.input_ids
+    assert at == len(found)
+    assert [e.example_id for e in found] == list(range(at))
+    assert found.lengths().tolist() == [len(e.input_ids) for e in found]
+    cut_short = load_examples([str(path)], TOKENIZER, config(path, max_length=32))
+    assert len(cut_short) == 12
+    (pair,) = load_examples([str(pairs)], TOKENIZER, config(pairs, long_text="split", max_length=32))
+    assert len(pair.input_ids) == 32, "what has a prompt is cut"
+
+
+def test_long_text_in_a_stream_needs_packing(tmp_path):
+    """Bug: pieces that a stream silently leaves out."""
+    path = write(tmp_path, "a.jsonl", jsonl([{"text": "word " * 100}, {"text": "b"}]))
+    with pytest.raises(UserError, match="needs --packing"):
+        config(path, long_text="split", streaming=True).check()
+    told = {"long_text": "split", "streaming": True, "packing": True, "max_length": 32, "eval_fraction": 0.0}
+    stream = training_data(config(path, **told), TOKENIZER, seed=1)[0]
+    rows = [row for row, _ in zip(stream, range(40), strict=False)]
+    examples = [e for row in rows for e in row]
+    assert len({e.example_id for e in examples}) == len(examples)
+    tokens = len(TOKENIZER("word " * 100)["input_ids"]) + 1
+    assert max(sum(len(e.input_ids) for e in row) for row in rows) <= 32
+    assert sum(len(e.input_ids) == 32 for e in examples) >= tokens // 32

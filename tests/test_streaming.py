@@ -118,8 +118,8 @@ def test_resume_reads_one_chunk_again_and_tokenises_nothing(monkeypatch):
     tokenised = []
     monkeypatch.setattr(
         streaming,
-        "example_of",
-        lambda document, *_, real=streaming.example_of: tokenised.append(document) or real(document, *_),
+        "examples_of",
+        lambda document, *_, real=streaming.examples_of: tokenised.append(document) or real(document, *_),
     )
     stream = make([5000], buffer=50)
     list(islice(stream, 4020))

@@ -32,13 +32,13 @@ def folder(tmp_path, monkeypatch):
 def encoded(monkeypatch):
     """Counts the records that are tokenised."""
     counts = {"records": 0}
-    encode = token_cache.encode
+    encode = token_cache.encode_pieces
 
     def counted(*arguments):
         counts["records"] += 1
         return encode(*arguments)
 
-    monkeypatch.setattr(token_cache, "encode", counted)
+    monkeypatch.setattr(token_cache, "encode_pieces", counted)
     return counts
 
 
@@ -167,7 +167,7 @@ def test_malformed_record_leaves_no_cache(tmp_path, folder):
 
 
 def _load_and_count(path, cache, log):
-    encode = token_cache.encode
+    encode = token_cache.encode_pieces
 
     def slow(*arguments):
         with open(log, "a") as file:
@@ -175,7 +175,7 @@ def _load_and_count(path, cache, log):
         time.sleep(0.002)
         return encode(*arguments)
 
-    token_cache.encode = slow
+    token_cache.encode_pieces = slow
     token_cache.cache_folder = lambda: cache
     assert len(load(path)) == 200
 

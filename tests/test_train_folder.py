@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -79,15 +80,36 @@ def test_the_best_survives_a_kill(tmp_path, data, killed_at, monkeypatch):
     assert metrics["best_step"] == 6
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path, data):
-    """Pins: two trainings that rotate each other's checkpoints away, both with exit code 0."""
-    out = tmp_path / "out"
+def hold(out, held, done):
     with alone_in(out, fresh=True):
-        checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+        child = os.fork()  # as a data worker is
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        held.put(child)
+        done.wait(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path, data):
+    """Pins: two trainings that rotate each other's checkpoints away, both with exit code 0; a lock that a killed run's data
+    workers hold on."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", "dmtd")
+    out = tmp_path / "out"
+    context = multiprocessing.get_context("fork")
+    held, done = context.Queue(), context.Event()
+    other = context.Process(target=hold, args=(out, held, done))
+    other.start()
+    worker = held.get(timeout=60)
+    try:
         with pytest.raises(UserError, match="another run is training into"):
             train(config(checkpoint, out, data, max_steps=1))
-    assert not out.exists(), "nothing was written"
-    train(config(checkpoint, out, data, max_steps=1))
+        assert [f.name for f in out.iterdir()] == [".lock"], "nothing was written"
+        done.set()
+        other.join(60)
+        train(config(checkpoint, out, data, max_steps=1))
+    finally:
+        os.kill(worker, signal.SIGKILL)
     assert not (out / ".lock").exists()
 
 

@@ -15,6 +15,7 @@ class DataConfig:
         data_weights: share of each `data` in an epoch, in order (2,1); without, an epoch is all of them once.
         chat: put prompt/response pairs into the tokenizer's chat template.
         max_length: longest example in tokens; longer ones are cut at the end.
+        long_text: text beyond max_length is cut, or split into pieces of that length, each an example of its own.
         train_on: all_assistant turns of a conversation, or the last_assistant turn alone; the others are context.
         enable_thinking: for chat templates that ask for it; recorded with the tokenizer; null leaves it to the template.
         packing: put several whole examples into each row of max_length tokens; batch_size then counts rows.
@@ -32,6 +33,7 @@ class DataConfig:
     data_weights: list[float] = field(default_factory=list)
     chat: bool = False
     max_length: int = 1024
+    long_text: str = "cut"
     train_on: str = "all_assistant"
     enable_thinking: bool | None = None
     packing: bool = False
@@ -64,6 +66,10 @@ class DataConfig:
             raise UserError(f"{name} is {getattr(self, name)}; it must be {int(name == 'shuffle_buffer')} or more")
         if self.max_length < 2:
             raise UserError(f"max_length is {self.max_length}; it must be 2 or more")
+        if self.long_text not in ("cut", "split"):
+            raise UserError(f"long_text is {self.long_text!r}; it must be cut or split")
+        if self.long_text == "split" and self.streaming and not self.packing:
+            raise UserError("long_text split needs --packing when streaming, where a draw is a document")
         if self.train_on not in ("all_assistant", "last_assistant"):
             raise UserError(f"train_on is {self.train_on!r}; it must be all_assistant or last_assistant")
         if not 0 <= self.eval_fraction < 1:

@@ -63,11 +63,14 @@ def run(values: Namespace) -> Result:
 
     from polydecode.auto import load_tokenizer
     from polydecode.data import load_examples, record_thinking
+    from polydecode.data.encode import pieces
     from polydecode.data.report import data_report
 
     tokenizer = load_tokenizer(options.checkpoint)
     record_thinking(tokenizer, options.enable_thinking)
-    examples = load_examples(options.data, tokenizer, replace(options, max_length=UNBOUNDED))[:]
+    examples = load_examples(options.data, tokenizer, replace(options, max_length=UNBOUNDED, long_text="cut"))[:]
+    if options.long_text == "split":
+        examples = [piece for example in examples for piece in pieces(example, options.max_length)]
     report = data_report(examples, options.max_length, options.batch_size, options.seed, tokenizer.eos_token_id)
     step = max(len(examples) // max(options.samples, 1), 1)
     samples = [example_text(e, tokenizer, options) for e in examples[::step][: options.samples]]
@@ -86,8 +89,8 @@ def _warn(report: "DataReport") -> None:
     dropped = 1 - report.tokens_kept / max(report.tokens, 1)
     if dropped >= 0.01:
         warnings.warn(
-            f"{dropped:.0%} of the tokens are beyond --max-length {report.max_length:,} and are not trained on: raise it, or cut "
-            "long documents into several",
+            f"{dropped:.0%} of the tokens are beyond --max-length {report.max_length:,} and are not trained on: raise it, or "
+            "give --long-text split where they are text",
             UserNotice,
             stacklevel=2,
         )

@@ -6,6 +6,7 @@ example that is cut at `max_length`, or whose record says `finish_reason` "lengt
 end.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -53,6 +54,27 @@ def encode_whole(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, con
     if not any(trained):
         raise UserError("nothing to train on: the response is empty")
     return Example(ids, [not is_text and not t for t in trained], trained)
+
+
+def encode_pieces(record: dict[str, Any], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
+    """The examples of one record: one, or with `long_text` "split" as many as its text fills."""
+    if config.long_text == "split" and "text" in record and "messages" not in record and "response" not in record:
+        return pieces(encode_whole(record, tokenizer, config), config.max_length)
+    return [encode(record, tokenizer, config)]
+
+
+def pieces(example: Example, max_length: int) -> list[Example]:
+    """Text in pieces of `max_length` tokens, the last one shorter (and left out when it has one token, which nothing
+    predicts); what has a prompt stays whole."""
+    ids = example.input_ids
+    if True in example.is_prompt or len(ids) <= max_length:
+        return [example]
+    starts = [s for s in range(0, len(ids), max_length) if len(ids) - s > 1]
+    parts = [slice(start, start + max_length) for start in starts]
+    return [
+        replace(example, input_ids=ids[p], is_prompt=example.is_prompt[p], loss_mask=example.loss_mask[p])
+        for p in parts
+    ]
 
 
 def cut(example: Example, max_length: int, end_id: int | None) -> Example:

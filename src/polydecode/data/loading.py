@@ -15,7 +15,7 @@ from polydecode.data.lazy import Chosen, Joined, LazyExamples, content_hashes, l
 from polydecode.data.mixture import Mixture
 from polydecode.data.sources import Document, Source, is_held_out, mapping_of, open_sources, report_columns
 from polydecode.data.streaming import ExampleStream
-from polydecode.data.token_cache import CachedExamples, example_of, tokenised
+from polydecode.data.token_cache import CachedExamples, examples_of, tokenised
 from polydecode.errors import UserError, UserNotice
 
 HELD_OUT_SCAN = 100_000
@@ -75,7 +75,7 @@ def _load_parts(
     for source in sources:
         parts.append(tokenised(source, tokenizer, config, first_id=sum(len(part) for part in parts)))
         cut = int((parts[-1].lengths() >= config.max_length).sum())
-        if cut:
+        if cut and config.long_text == "cut":
             told = f"{source.name}: {cut} of {len(parts[-1])} examples reach max_length {config.max_length}"
             warnings.warn(f"{told}; what is beyond it is not trained on", UserNotice, stacklevel=2)
     return parts
@@ -109,7 +109,9 @@ def _streamed(
         share = -(-config.max_eval_examples // len(sources))
         for source in sources:
             documents += _first_held_out(source, config, share, HELD_OUT_SCAN // len(sources))
-    examples = [example_of(document, tokenizer, config) for document in documents[: config.max_eval_examples]]
+    examples = [e for document in documents for e in examples_of(document, tokenizer, config)][
+        : config.max_eval_examples
+    ]
     for i, example in enumerate(examples):
         example.example_id = i
     return stream, Examples(examples) if examples else None

@@ -31,7 +31,7 @@ from polydecode.data.files import START, Position
 from polydecode.data.mixture import permutation
 from polydecode.data.packing import pack
 from polydecode.data.sources import Document, Shard, Source, is_held_out, mapping_of, read_documents
-from polydecode.data.token_cache import example_of
+from polydecode.data.token_cache import examples_of
 from polydecode.errors import UserError
 from polydecode.ops.sampling import mix_seed
 
@@ -186,23 +186,27 @@ class ExampleStream(IterableDataset):
 
     def _unpacked(self, cursor: _Cursor) -> Iterator[Callable[[], Example]]:
         while True:
-            yield partial(self._example, *next(cursor))
+            yield partial(self._first_example, *next(cursor))
 
     def _packed(self, cursor: _Cursor) -> Iterator[Callable[[], PackedRow]]:
         passed_over = self._rows_given
         while True:
             window = cursor.drawn
-            examples = [self._example(*next(cursor)) for _ in range(PACK_WINDOW)]
+            examples = [example for _ in range(PACK_WINDOW) for example in self._examples(*next(cursor))]
             rows = pack([len(e.input_ids) for e in examples], self.config.max_length, mix_seed(self.seed, window))
             for number, row in enumerate(rows):
                 if number >= passed_over:
                     yield partial(PackedRow, [examples[i] for i in row], window, number)
             passed_over = 0
 
-    def _example(self, document: Document, example_id: int) -> Example:
-        example = example_of(document, self.tokenizer, self.config)
-        example.example_id = example_id
-        return example
+    def _first_example(self, document: Document, example_id: int) -> Example:
+        return self._examples(document, example_id)[0]
+
+    def _examples(self, document: Document, example_id: int) -> list[Example]:
+        examples = examples_of(document, self.tokenizer, self.config)
+        for piece, example in enumerate(examples):
+            example.example_id = mix_seed(example_id, piece) >> 1 if piece else example_id
+        return examples
 
     def peek(self, count: int) -> list[Any]:
         """The next `count` examples (or rows) of this rank, which stay to be drawn."""
@@ -246,7 +250,7 @@ class ExampleStream(IterableDataset):
         """Go on at a state that `state_dict` gave; `UserError` if it is of other data or settings."""
         mine = self._identity()
         for name, value in mine.items():
-            was = state["data"].get(name, False if name == "packing" else None)
+            was = state["data"].get(name)
             if was != value:
                 told = "the data files are others" if name == "files" else f"{name} was {was!r}, now it is {value!r}"
                 raise UserError(f"cannot resume the stream: {told}; give what it began with")
@@ -275,6 +279,7 @@ class ExampleStream(IterableDataset):
             "shuffle_buffer": config.shuffle_buffer,
             "seed": self.seed,
             "packing": config.packing,
+            "long_text": config.long_text,
         }
 
 

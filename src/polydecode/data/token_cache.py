@@ -31,7 +31,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from polydecode.config import DataConfig
-from polydecode.data.encode import encode
+from polydecode.data.encode import encode_pieces
 from polydecode.data.examples import Example
 from polydecode.data.lazy import LazyExamples
 from polydecode.data.sources import Document, Source, mapping_of
@@ -150,14 +150,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest.hexdigest()
 
 
-def example_of(document: Document, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> Example:
-    """The document's example; `UserError` naming its place for a document that cannot be one."""
+def examples_of(document: Document, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Example]:
+    """The document's example, or its pieces; `UserError` naming its place for a document that cannot be one."""
     try:
-        example = encode(document.record, tokenizer, config)
+        examples = encode_pieces(document.record, tokenizer, config)
     except UserError as error:
         raise UserError(f"{document.place}: {error}") from None
-    example.content_hash = document.content_hash
-    return example
+    for example in examples:
+        example.content_hash = document.content_hash
+    return examples
 
 
 def _seal(path: Path) -> Path:
@@ -206,9 +207,29 @@ def _write(source: Source, tokenizer: PreTrainedTokenizerBase, config: DataConfi
     )
     groups = _groups(source.documents(mapping_of(config)))
     with bar, pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, _SCHEMA) as writer:
-        for batch in _encoded(groups, tokenizer, config):
+        for batch in _of_rows(_encoded(groups, tokenizer, config)):
             writer.write_batch(batch)
             bar.update(batch.num_rows)
+
+
+def _of_rows(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of ROWS: documents in pieces make more."""
+    waiting: list[pa.RecordBatch] = []
+    for batch in batches:
+        waiting.append(batch)
+        if sum(b.num_rows for b in waiting) >= ROWS:
+            *whole, rest = _rechunked(waiting)
+            yield from whole
+            if rest.num_rows == ROWS:
+                yield rest
+            waiting = [rest] if rest.num_rows < ROWS else []
+    yield from _rechunked(waiting)
+
+
+def _rechunked(batches: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    if not batches:
+        return []
+    return pa.Table.from_batches(batches).combine_chunks().to_batches(max_chunksize=ROWS)
 
 
 def _groups(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -252,6 +273,6 @@ def _encode_in_worker(group: list[Document]) -> pa.RecordBatch:
 
 
 def _encode_group(group: list[Document], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> pa.RecordBatch:
-    examples = [example_of(document, tokenizer, config) for document in group]
+    examples = [example for document in group for example in examples_of(document, tokenizer, config)]
     columns = {n: pa.array([getattr(e, n) for e in examples], kind) for n, kind in _FIELDS.items()}
     return pa.record_batch(columns, schema=_SCHEMA)

@@ -64,7 +64,7 @@ def alone_in(out: Path, fresh: bool) -> Iterator[None]:
         raise UserError(f"cannot write to {str(out)!r}: {first_line(error)}") from None
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock: a killed run's data workers would hold it on
         except OSError:
             raise UserError(f"another run is training into {str(out)!r}") from None
         if fresh and not may_start(out):
