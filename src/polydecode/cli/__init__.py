@@ -113,6 +113,6 @@ def _fail(message: str) -> int:
     if (
         os.environ.get("RANK", "0") != "0"
     ):  # the first process mostly says the same, and its launcher then ends this one
-        time.sleep(2)
+        time.sleep(10)
     print(f"polydecode: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
