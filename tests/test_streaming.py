@@ -161,6 +161,16 @@ def test_a_chunk_is_bounded_in_bytes(monkeypatch):
     assert len(set(ids)) == 100
 
 
+def test_items_of_one_line_have_ids_of_their_own(tmp_path):
+    """Bug: json.dump writes a list on one line, and all its records draw the same noise."""
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps([{"text": f"document {i}"} for i in range(20)]))
+    stream = ExampleStream(
+        open_sources([str(path)], True), TOKENIZER, DataConfig(data=[str(path)], eval_fraction=0.0), 1
+    )
+    assert len(set(take(stream, 20))) == 20
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "json", "csv", "parquet", "txt"])
 def test_state_seeks_in_files_of_every_kind(tmp_path, kind):
     """Bug: a position that means something else after reopening the file."""

@@ -1,6 +1,6 @@
 """Rows of data files: jsonl, json, csv, tsv, txt (each also with .gz) and parquet.
 
-A row is (number, record, after): its line or row from 1, its columns, and the position at which reading goes on after it.
+A row has its line or row from 1, its columns, and the position at which reading goes on after it.
 Reading starts at any such position, by seeking where the format allows it. Every fault of a file is one `UserError` that
 names the file and the line or row. Nothing but one row (one file for txt and for a json list, one row group's batch for
 parquet) is held in memory.
@@ -27,11 +27,17 @@ START: Position = (0, 0)
 
 
 class Row(NamedTuple):
-    """One record of a file, its line or row from 1, and where reading goes on after it."""
+    """One record of a file, its line or row from 1, where reading goes on after it, and its item where a line may hold several."""
 
     number: int
     record: dict[str, Any]
     after: Position
+    item: int | None = None
+
+    @property
+    def own_number(self) -> int:
+        """A number that no other record of the file has."""
+        return self.number if self.item is None else self.item
 
 
 def kind_of(path: str | Path) -> str | None:
@@ -186,7 +192,7 @@ def _json_list(path: Path, start: Position) -> Iterator[Row]:
             _check_surrogates(record, place)
         items += 1
         if items > start[0]:
-            yield Row(line, record, (items, line))
+            yield Row(line, record, (items, line), items)
         at = skip(end)
         if text[at : at + 1] not in (",", "]"):
             line += text.count("\n", counted, at)

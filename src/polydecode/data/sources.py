@@ -75,7 +75,7 @@ class FileShard:
 
 @dataclass(frozen=True)
 class Document:
-    """A record under the names that count, where it stands, and where reading goes on after it."""
+    """A record under the names that count, where it stands, its own number in the shard, and where reading goes on after it."""
 
     record: dict[str, Any]
     place: str
@@ -145,13 +145,14 @@ def read_documents(shard: Shard, mapping: dict[str, str], start: Position = STAR
     if start != START:
         first = next(shard.rows(), None)
         columns = None if first is None else choose_columns(mapping, first.record, f"{shard.name}:{first.number}")
-    for number, record, after in shard.rows(start):
-        place = f"{shard.name}:{number}"
-        columns = columns or choose_columns(mapping, record, place)
-        document = columns.record(record, place)
+    for row in shard.rows(start):
+        place = f"{shard.name}:{row.number}"
+        columns = columns or choose_columns(mapping, row.record, place)
+        document = columns.record(row.record, place)
         content = _content(document, place)
         digest = hashlib.sha256(content).digest()
-        yield Document(document, place, number, int.from_bytes(digest[:8], "big") >> 1, len(content), after)
+        content_hash = int.from_bytes(digest[:8], "big") >> 1
+        yield Document(document, place, row.own_number, content_hash, len(content), row.after)
 
 
 def report_columns(sources: Iterable[Source], mapping: dict[str, str]) -> None:
