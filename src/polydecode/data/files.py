@@ -27,7 +27,7 @@ START: Position = (0, 0)
 
 
 class Row(NamedTuple):
-    """One record of a file, its line or row from 1, where reading goes on after it, and its item where a line may hold several."""
+    """One record of a file, its line or row from 1, where reading goes on after it, and its item if a line may hold several."""
 
     number: int
     record: dict[str, Any]
