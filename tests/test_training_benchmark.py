@@ -83,7 +83,7 @@ def test_packed_rows_are_timed_on_the_same_examples(tmp_path, capsys):
     names = [r["name"] for r in found["results"]]
     assert names[:2] == [PLAIN, "block_diffusion"]
     assert names[2].startswith("block_diffusion, ")
-    assert names[2].endswith(" packed rows")
+    assert " packed row" in names[2]
     lengths = [len(tiny_tokenizer()("word " * (1 + i % 9))["input_ids"]) + 1 for i in range(12)]
     tokens = [r["tokens_per_s"] * r["seconds"][0] for r in found["results"]]
     assert all(0 < count < sum(min(n, 40) for n in lengths) for count in tokens)

@@ -106,7 +106,7 @@ def measure_training(
         if data is not None:
             packed = PackedExamples(examples, max_length, seed)
             rows = max(len(packed) // (steps + 1), 1)
-            name = f"{method}, {rows} packed rows"
+            name = f"{method}, {rows} packed row{'s' if rows > 1 else ''}"
             turns[name] = partial(_method, model, tokenizer, packed)
             configs[name] = replace(config, batch_size=rows, packing=True, max_length=max_length)
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in turns}
