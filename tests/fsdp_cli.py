@@ -1,11 +1,9 @@
 """polydecode's command line with accelerate told to shard on the CPU, which it does on GPUs only; run by test_fsdp.py."""
 
-import sys
-
 from accelerate import state
 from accelerate.utils import DistributedType
 
-from polydecode.cli import main
+from polydecode.__main__ import program
 from polydecode.ops import losses
 from polydecode.train import arguments
 
@@ -26,4 +24,4 @@ arguments.check_can_shard = lambda: None
 losses.CHUNK_TOKENS = 5  # so that processes have different numbers of chunks
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

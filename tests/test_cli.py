@@ -96,6 +96,41 @@ def test_exit_codes_of_a_process(tmp_path):
     fails((done.returncode, done.stdout, done.stderr), "did you mean 'dmtd'?")
 
 
+ENDING = """
+import atexit
+import polydecode.__main__ as entry
+
+class Late:
+    def __del__(self):
+        print("taken apart")
+
+late = Late()
+
+def main():
+    atexit.register(print, "said at exit")
+    print("done")
+    return 3 // {divisor}
+
+entry.main = main
+entry.program()
+"""
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_one_of_several_processes_ends_at_once(processes):
+    """Pins: a thread of torch's that dies of the interpreter's end and takes a finished run with it (SIGABRT); an exit code,
+    output or exit handler lost by ending at once."""
+    for divisor, code in ((1, 3), (0, 1)):
+        done = subprocess.run(
+            [sys.executable, "-c", ENDING.format(divisor=divisor)],
+            env=os.environ | {"WORLD_SIZE": processes}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == code
+        assert done.stdout.startswith("done\nsaid at exit\n")
+        assert ("taken apart" in done.stdout) == (processes == "1")
+        assert ("ZeroDivisionError" in done.stderr) == (divisor == 0)
+
+
 def test_a_closed_pipe_is_quiet():
     """`polydecode --help | true`: no traceback on stderr."""
     reader, writer = os.pipe()

@@ -24,7 +24,7 @@ def run(processes: int, checkpoint: Path, out: Path, data: str, *flags: str) -> 
         [*command, str(checkpoint), str(out), "--data", data, *settings.split(), *flags, *(["--fsdp"] * (processes > 1))],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr.partition("failed (exitcode")[0][-3000:]
     return json.loads((out / "training_metrics.json").read_text())["log"]
 
 

@@ -14,6 +14,7 @@ from polydecode.config import TrainConfig
 from polydecode.errors import UserError
 from polydecode.train import Budget, DecoderTrainer, train
 from polydecode.train.checks import Diverged, Watch
+from polydecode.train.progress import RunLog
 from polydecode.train.resume import COMPLETE_FILE, checkpoints, last_checkpoint, rotate
 from test_train_resume import METHODS, config, data, make_checkpoint, weights
 
@@ -250,6 +251,18 @@ def test_the_log_grows_with_the_run_and_goes_on_with_it(tmp_path, data):
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 8))
     assert "first_loss" in lines[0]
+
+
+def test_the_log_is_cut_by_one_process(tmp_path, monkeypatch):
+    """Pins: every process of a resumed run rewriting the same file, so that one of them finds its new file moved away."""
+    file = tmp_path / "log.jsonl"
+    whole = '{"step": 3}\n{"step": 4}\n'
+    file.write_text(whole)
+    for rank, kept in (("1", whole), ("0", '{"step": 3}\n')):
+        monkeypatch.setenv("RANK", rank)
+        RunLog(file).keep_until(3)
+        assert file.read_text() == kept
+        assert list(tmp_path.iterdir()) == [file]
 
 
 def test_time_counts_over_all_sessions(tmp_path, data, capsys):

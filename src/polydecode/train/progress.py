@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from polydecode.train.budget import Budget
+from polydecode.train.distributed import is_first_process
 
 
 class ProgressReport(TrainerCallback):
@@ -67,9 +68,9 @@ class RunLog(TrainerCallback):
         self.started = False
 
     def keep_until(self, step: int) -> None:
-        """A run goes on from `step`: what is there of later steps is dropped."""
+        """A run goes on from `step`: the first process drops what is there of later steps."""
         self.started = True
-        if not self.file.is_file():
+        if not is_first_process() or not self.file.is_file():
             return
         lines = [line for line in self.file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
         aside = self.file.with_suffix(".part")
