@@ -1,6 +1,7 @@
 """One of two gloo processes: a tiny model of each method sharded with FSDP2 (`fully_shard` on every layer and the wrapper),
 against the whole one. Prints OK and the differences; run by test_distributed.py."""
 
+import os
 import sys
 from copy import deepcopy
 
@@ -61,6 +62,8 @@ def main() -> None:
             if rank == 0:
                 print("OK", method, tied, difference, flush=True)
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # see polydecode.__main__: gloo's threads may die of the interpreter's end
 
 
 if __name__ == "__main__":
