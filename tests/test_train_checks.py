@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from polydecode.errors import UserError
 from polydecode.train import Budget, DecoderTrainer, train
 from polydecode.train.checks import Diverged, Watch
 from polydecode.train.progress import RunLog
-from polydecode.train.resume import COMPLETE_FILE, checkpoints, last_checkpoint, rotate
+from polydecode.train.resume import COMPLETE_FILE, checkpoints, complete, last_checkpoint, rotate
 from test_train_resume import METHODS, config, data, make_checkpoint, weights
 
 __all__ = ["data"]
@@ -314,3 +315,28 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path, data, capsys, harm):
     assert "damaged" in told
     assert "resuming from step 4" in told
     assert all(torch.equal(whole[k], v) for k, v in weights(out).items())
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_called_whole(tmp_path, monkeypatch):
+    """Bug: power lost after the mark was written: a checkpoint that passes for whole with zeros for weights."""
+    checkpoint = tmp_path / "checkpoints" / "checkpoint-3"
+    (checkpoint / "shards").mkdir(parents=True)
+    for name in ("model.safetensors", "shards/0.distcp"):
+        (checkpoint / name).write_text(name)
+    done = []
+
+    def fsync(handle):
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        done.append(path.name)
+        if path.is_dir():
+            raise OSError(22, "not for folders here")
+
+    replace = os.replace
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", lambda a, b: (done.append("replaced"), replace(a, b)))
+    complete(checkpoint, {"budget": 1})
+    before = done[: done.index("replaced")]
+    assert {"model.safetensors", "shards", "0.distcp", "checkpoint-3"} < set(before)
+    assert before[-1] == f".{COMPLETE_FILE}"
+    assert done[-2:] == ["checkpoint-3", "checkpoints"]
+    assert last_checkpoint(tmp_path) == checkpoint

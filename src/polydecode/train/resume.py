@@ -41,11 +41,30 @@ def step_of(checkpoint: Path) -> int:
 
 
 def complete(checkpoint: Path, progress: dict[str, Any]) -> None:
-    """Mark a checkpoint as whole, with the run's `progress` and the sizes of its files."""
-    files = {str(f.relative_to(checkpoint)): f.stat().st_size for f in sorted(checkpoint.rglob("*")) if f.is_file()}
+    """Mark a checkpoint as whole, with the run's `progress` and the sizes of its files. They are on the disk before the mark
+    is: a machine that loses its power may otherwise keep the mark and the sizes, and zeros for the weights."""
+    found = sorted(checkpoint.rglob("*"))
+    files = {str(f.relative_to(checkpoint)): f.stat().st_size for f in found if f.is_file()}
+    for path in (*found, checkpoint):
+        _to_disk(path)
     aside = checkpoint / f".{COMPLETE_FILE}"
     aside.write_text(json.dumps({**progress, "files": files}))
+    _to_disk(aside)
     os.replace(aside, checkpoint / COMPLETE_FILE)
+    for folder in (checkpoint, checkpoint.parent):
+        _to_disk(folder)
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until the disk has it. (Some file systems cannot be asked that of a folder.)"""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(handle)
 
 
 def damage(checkpoint: Path) -> str:
